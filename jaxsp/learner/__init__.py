@@ -1,0 +1,1 @@
+"""From trajectories to an update: advantages, batches, losses, the jitted step."""

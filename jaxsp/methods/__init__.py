@@ -1,0 +1,1 @@
+"""Each published method as a schedule of phases built from the other parts."""

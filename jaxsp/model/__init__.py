@@ -1,0 +1,1 @@
+"""Decoder models in Flax NNX and their weights."""

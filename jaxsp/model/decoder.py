@@ -1,0 +1,220 @@
+"""Qwen3 and Llama decoders: Flax NNX layers inside, plain nested dicts of arrays outside.
+
+Legend: B sequences, L tokens, D embedding, N query heads, K kv heads, H head size, F mlp, V vocabulary.
+
+Parameters cross `jit` as one nested dict. `params["layers"]` is either one dict whose arrays are stacked on a leading
+layer axis (training: `lax.scan` keeps compilation short and memory flat) or a list of dicts (sampling: unrolled layers
+decode faster). The forward pass returns hidden states; logits are made only where somebody needs them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxsp.model.rope import rotate, rotation_angles
+from jaxsp.model.sizes import DecoderSizes
+
+Params = dict[str, Any]
+Attend = Callable[[Array, Array, Array, Any], tuple[Array, Any]]
+"""`attend(q, k, v, cache) -> (out, new_cache)` with q, out `[B, L, N, H]` and k, v `[B, L, K, H]` of these tokens.
+
+Training passes a mask rule and no cache; prefill keeps k and v; decoding writes them into a cache and reads it."""
+
+
+class RMSNorm(nnx.Module):
+    """`x / sqrt(mean(x^2) + eps) * scale`, computed in float32 (Zhang & Sennrich 2019, arXiv 1910.07467)."""
+
+    def __init__(self, dim: int, eps: float, *, rngs: nnx.Rngs):
+        self.scale = nnx.Param(jnp.ones(dim))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
+        x32 = x.astype(jnp.float32)
+        normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        return (normed * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class Projection(nnx.Module):
+    """`x` times a kernel of shape `in_shape + out_shape`, contracting the trailing axes `in_shape` of x."""
+
+    def __init__(self, in_shape: Sequence[int], out_shape: Sequence[int], has_bias: bool = False, *, rngs: nnx.Rngs):
+        fan_in = 1
+        for size in in_shape:
+            fan_in *= size
+        self.num_in = len(in_shape)
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (*in_shape, *out_shape)) * fan_in**-0.5)
+        self.bias = nnx.Param(jnp.zeros(tuple(out_shape))) if has_bias else None
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        y = jnp.tensordot(x, self.kernel[...].astype(x.dtype), axes=self.num_in)
+        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+
+
+class Layer(nnx.Module):
+    """One pre-norm block: grouped-query attention, then SwiGLU."""
+
+    def __init__(self, sizes: DecoderSizes, *, rngs: nnx.Rngs):
+        embed, head, bias = sizes.embed_dim, sizes.head_dim, sizes.has_attention_bias
+        self.attention_norm = RMSNorm(embed, sizes.rms_eps, rngs=rngs)
+        self.q = Projection([embed], [sizes.num_heads, head], bias, rngs=rngs)
+        self.k = Projection([embed], [sizes.num_kv_heads, head], bias, rngs=rngs)
+        self.v = Projection([embed], [sizes.num_kv_heads, head], bias, rngs=rngs)
+        self.o = Projection([sizes.num_heads, head], [embed], bias, rngs=rngs)
+        self.q_norm = RMSNorm(head, sizes.rms_eps, rngs=rngs) if sizes.has_qk_norm else None
+        self.k_norm = RMSNorm(head, sizes.rms_eps, rngs=rngs) if sizes.has_qk_norm else None
+        self.mlp_norm = RMSNorm(embed, sizes.rms_eps, rngs=rngs)
+        self.gate = Projection([embed], [sizes.mlp_dim], rngs=rngs)
+        self.up = Projection([embed], [sizes.mlp_dim], rngs=rngs)
+        self.down = Projection([sizes.mlp_dim], [embed], rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "B L D"], angles: tuple[Array, Array], attend: Attend, cache: Any
+    ) -> tuple[Float[Array, "B L D"], Any]:
+        normed = self.attention_norm(x)
+        with jax.named_scope("qkv"):
+            q, k, v = self.q(normed), self.k(normed), self.v(normed)
+            if self.q_norm is not None and self.k_norm is not None:
+                q, k = self.q_norm(q), self.k_norm(k)
+            q, k = rotate(q, *angles), rotate(k, *angles)
+        with jax.named_scope("attention"):
+            attended, cache = attend(q, k, v, cache)
+            x = x + self.o(attended)
+        with jax.named_scope("mlp"):
+            normed = self.mlp_norm(x)
+            return x + self.down(jax.nn.silu(self.gate(normed)) * self.up(normed)), cache
+
+
+class Outside(nnx.Module):
+    """What is not a layer: embeddings, the last norm, and the language or score head."""
+
+    def __init__(self, sizes: DecoderSizes, *, rngs: nnx.Rngs):
+        self.embed = nnx.Param(jax.random.normal(rngs.params(), (sizes.vocab_size, sizes.embed_dim)) * 0.02)
+        self.final_norm = RMSNorm(sizes.embed_dim, sizes.rms_eps, rngs=rngs)
+        has_lm_head = not sizes.has_tied_embeddings and not sizes.num_labels
+        self.lm_head = Projection([sizes.embed_dim], [sizes.vocab_size], rngs=rngs) if has_lm_head else None
+        self.score = Projection([sizes.embed_dim], [sizes.num_labels], rngs=rngs) if sizes.num_labels else None
+
+
+def init_params(sizes: DecoderSizes, key: Array) -> Params:
+    """Random float32 parameters, `{"embed", "final_norm", "layers": stacked, "lm_head" or "score"?}`."""
+    outside_key, layers_key = jax.random.split(key)
+    outside = nnx.as_pure(nnx.state(Outside(sizes, rngs=nnx.Rngs(outside_key))))
+
+    def one_layer(layer_key: Array) -> Params:
+        return _as_dict(nnx.as_pure(nnx.state(Layer(sizes, rngs=nnx.Rngs(layer_key)))))
+
+    layers = jax.vmap(one_layer)(jax.random.split(layers_key, sizes.num_layers))
+    return {**_as_dict(outside), "layers": layers}
+
+
+def abstract_params(sizes: DecoderSizes) -> Params:
+    """The shapes and dtypes of `init_params`, without arrays."""
+    return jax.eval_shape(lambda: init_params(sizes, jax.random.key(0)))
+
+
+def _as_dict(tree: Any) -> Any:
+    """Nested NNX states as plain dicts; absent options (None) are left out."""
+    if not hasattr(tree, "items"):
+        return tree
+    return {name: _as_dict(value) for name, value in tree.items() if value is not None}
+
+
+_LOGICAL_AXES = {
+    ("embed",): ("vocab", "embed"),
+    ("lm_head", "kernel"): ("embed", "vocab"),
+    ("score", "kernel"): ("embed", None),
+    ("q", "kernel"): ("embed", "heads", None),
+    ("k", "kernel"): ("embed", "kv_heads", None),
+    ("v", "kernel"): ("embed", "kv_heads", None),
+    ("o", "kernel"): ("heads", None, "embed"),
+    ("q", "bias"): ("heads", None),
+    ("k", "bias"): ("kv_heads", None),
+    ("v", "bias"): ("kv_heads", None),
+    ("o", "bias"): ("embed",),
+    ("gate", "kernel"): ("embed", "mlp"),
+    ("up", "kernel"): ("embed", "mlp"),
+    ("down", "kernel"): ("mlp", "embed"),
+}
+
+
+def logical_axes(sizes: DecoderSizes) -> Params:
+    """A tuple of logical axis names for every parameter, in the shape of `init_params`; norms are replicated."""
+
+    def names(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> tuple[str | None, ...]:
+        keys = tuple(str(part.key) for part in path)
+        is_layer = keys[0] == "layers"
+        own = _LOGICAL_AXES.get(keys[1:] if is_layer else keys, (None,) * (leaf.ndim - is_layer))
+        return ("layers", *own) if is_layer else own
+
+    return jax.tree_util.tree_map_with_path(names, abstract_params(sizes))
+
+
+def unstack_layers(params: Params) -> Params:
+    """The same parameters with `layers` as a list, for unrolled decoding."""
+    num_layers = jax.tree.leaves(params["layers"])[0].shape[0]
+    layers = [jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(num_layers)]
+    return {**params, "layers": layers}
+
+
+def hidden_states(
+    sizes: DecoderSizes,
+    params: Params,
+    tokens: Int[Array, "B L"],
+    positions: Int[Array, "B L"],
+    attend: Attend,
+    caches: Any = None,
+    *,
+    compute_dtype: Any = jnp.float32,
+    remat: bool = False,
+) -> tuple[Float[Array, "B L D"], Any]:
+    """Normed hidden states of the last layer, and the new caches.
+
+    `caches` holds one entry per layer: stacked on a leading axis where `params["layers"]` is stacked, a list where it
+    is a list; None where `attend` keeps nothing. `remat` recomputes each layer in the backward pass.
+    """
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Layer(sizes, rngs=nnx.Rngs(0))))
+    angles = rotation_angles(sizes.rope, sizes.head_dim, positions)
+
+    def apply_layer(x: Array, layer_params: Params, cache: Any) -> tuple[Array, Any]:
+        return nnx.merge(graph, layer_params)(x, angles, attend, cache)
+
+    if remat:
+        apply_layer = jax.checkpoint(apply_layer)
+    x = params["embed"][tokens].astype(compute_dtype)
+    if isinstance(params["layers"], list):
+        new_caches = []
+        for index, layer_params in enumerate(params["layers"]):
+            x, cache = apply_layer(x, layer_params, None if caches is None else caches[index])
+            new_caches.append(cache)
+    else:
+        x, new_caches = jax.lax.scan(
+            lambda carry, layer: apply_layer(carry, *layer), x, (params["layers"], caches), length=sizes.num_layers
+        )
+    outside = RMSNorm(sizes.embed_dim, sizes.rms_eps, rngs=nnx.Rngs(0))
+    outside.scale[...] = params["final_norm"]["scale"]
+    return outside(x), new_caches
+
+
+def logits(params: Params, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
+    """Float32 scores of every next token: products in the hidden states' dtype, sums in float32."""
+    if "lm_head" in params:
+        kernel = params["lm_head"]["kernel"].astype(hidden.dtype)
+        return jax.lax.dot_general(
+            hidden, kernel, (((hidden.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32
+        )
+    table = params["embed"].astype(hidden.dtype)
+    return jax.lax.dot_general(
+        hidden, table, (((hidden.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
+
+
+def scalar_scores(
+    params: Params, hidden: Float[Array, "B L D"], last_index: Int[Array, " B"]
+) -> Float[Array, "B labels"]:
+    """The score head's float32 output at an explicit token of each sequence, never at one guessed from padding."""
+    last = jnp.take_along_axis(hidden, last_index[:, None, None], axis=1)[:, 0]
+    return last.astype(jnp.float32) @ params["score"]["kernel"].astype(jnp.float32)

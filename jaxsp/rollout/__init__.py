@@ -1,0 +1,1 @@
+"""Playing roles on the host: prompts, episodes, rewards. No JAX."""

@@ -1,0 +1,1 @@
+"""Batched sampling from a decoder: `await generate(GenerateRequest) -> Completion`."""

@@ -1,0 +1,1 @@
+"""Checks of an answer against a reference. No JAX."""
