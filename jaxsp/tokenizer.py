@@ -1,0 +1,387 @@
+"""Text <-> tokens: one `Tokenizer` over a `tokenizer.json`, a SentencePiece `tokenizer.model` or a GGUF's vocabulary.
+
+Text from outside (documents, observations, other models) never becomes a control token: whatever it spells, it is
+encoded to ordinary pieces. Control tokens enter a stream by id alone, through `jaxsp.chat`.
+"""
+
+import itertools
+import json
+import mmap
+import re
+import struct
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from jaxsp.config import UserError
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """A vocabulary with its rules for cutting text.
+
+    Attributes:
+        vocab_size: one more than the highest id. A model's embedding may have more rows.
+        bos_id: the id every text begins with; None where the model's texts begin without one.
+        eos_id: the id that ends a text, if the files name one.
+        chat_template: the model's own Jinja template, if the files hold one. It is read, never run.
+        special_ids: every control and added token, by its text.
+        control_ids: ids that no text is ever encoded to and that are not decoded.
+        markup_ids: added tokens such as `<think>` and `<tool_call>` that a model writes itself: they are decoded, but
+            text from outside is not encoded to them.
+    """
+
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int | None
+    chat_template: str | None = field(repr=False)
+    special_ids: Mapping[str, int] = field(repr=False)
+    control_ids: frozenset[int] = field(repr=False)
+    markup_ids: frozenset[int] = field(repr=False)
+    _encode_start: Callable[[str], list[int]] = field(repr=False)
+    _encode_inner: Callable[[str], list[int]] = field(repr=False)
+    _decode: Callable[[list[int]], str] = field(repr=False)
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of outside text, without `bos_id`: special tokens in it become ordinary pieces."""
+        return self.encode_part(text, is_start=True)
+
+    def encode_part(self, text: str, *, is_start: bool = False, has_markup: bool = False) -> list[int]:
+        """The tokens of a stretch of a longer stream.
+
+        `is_start` says that the stream starts here, where some tokenizers put a space before the text. `has_markup`
+        lets `markup_ids` through: for what an assistant wrote.
+        """
+        text = _without_surrogates(text)
+        forbidden = self.control_ids if has_markup else self.control_ids | self.markup_ids
+        tokens = self._encode_start(text) if is_start else self._encode_inner(text)
+        if forbidden.isdisjoint(tokens):
+            return tokens
+        pieces = _cut_inside(text, [name for name, token in self.special_ids.items() if token in forbidden])
+        tokens = self._encode_start(pieces[0]) if is_start else self._encode_inner(pieces[0])
+        for piece in pieces[1:]:
+            tokens = tokens + self._encode_inner(piece)
+        # What is left was made by the tokenizer's own normalisation of look-alike characters.
+        return [token for token in tokens if token not in forbidden]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens`; control tokens and ids past the vocabulary give nothing, broken UTF-8 gives U+FFFD."""
+        return self._decode([int(t) for t in tokens if 0 <= t < self.vocab_size and t not in self.control_ids])
+
+    def special_id(self, token: str) -> int | None:
+        """The id of the control or added token that reads `token`, or None."""
+        return self.special_ids.get(token)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of a model directory, a `tokenizer.json`, a SentencePiece `.model` or a `.gguf` file.
+
+    A directory's `tokenizer.json` goes before its `tokenizer.model`. Raises `UserError` that names the file.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise UserError(f"tokenizer: {path} does not exist")
+    if path.is_dir():
+        found = [path / name for name in ("tokenizer.json", "tokenizer.model") if (path / name).is_file()]
+        if not found:
+            raise UserError(f"tokenizer: {path} holds neither tokenizer.json nor tokenizer.model")
+        path = found[0]
+    load = {".json": _load_json, ".model": _load_sentencepiece, ".gguf": _load_gguf}.get(path.suffix)
+    if load is None:
+        raise UserError(f"tokenizer: {path} is not a directory, tokenizer.json, tokenizer.model or .gguf file")
+    try:
+        return load(path)
+    except UserError:
+        raise
+    except Exception as error:  # the libraries below raise plain Exception, RuntimeError, OSError ...
+        raise UserError(f"tokenizer: {path} cannot be read or is damaged ({error}); fetch it again") from error
+
+
+# tokenizer.json ------------------------------------------------------------------------------------------------------
+
+
+def _load_json(path: Path) -> Tokenizer:
+    text = path.read_text("utf-8")
+    spec = json.loads(text)
+    outer = tokenizers.Tokenizer.from_str(text)
+    inner_spec = spec | {name: _without_prefix_space(spec.get(name)) for name in ("normalizer", "pre_tokenizer")}
+    inner = outer if inner_spec == spec else tokenizers.Tokenizer.from_str(json.dumps(inner_spec))
+    config = _read_config(path.parent)
+    names = {name: _token_text(config.get(f"{name}_token")) for name in ("bos", "eos")}
+    bos_id = outer.token_to_id(names["bos"]) if names["bos"] else None
+    prefix = outer.encode("").ids
+    if config.get("add_bos_token") is False:
+        bos_id = None
+    elif not config.get("add_bos_token"):  # then the post-processor says
+        bos_id = prefix[0] if prefix and (bos_id is None or prefix[0] == bos_id) else None
+    return _from_hugging_face(
+        outer,
+        inner,
+        bos_id=bos_id,
+        eos_id=outer.token_to_id(names["eos"]) if names["eos"] else None,
+        chat_template=config.get("chat_template"),
+        unknown=spec["model"].get("unk_token"),
+    )
+
+
+def _from_hugging_face(
+    outer: tokenizers.Tokenizer,
+    inner: tokenizers.Tokenizer,
+    *,
+    bos_id: int | None,
+    eos_id: int | None,
+    chat_template: str | None,
+    unknown: str | None,
+) -> Tokenizer:
+    for tokenizer in {id(outer): outer, id(inner): inner}.values():
+        tokenizer.encode_special_tokens = True  # "<|im_end|>" in a text is then text
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+    added = outer.get_added_tokens_decoder()
+    special_ids = {token.content: index for index, token in added.items()}
+    flagged = {index for index, token in added.items() if token.special and token.content != unknown}
+    return Tokenizer(
+        vocab_size=max(outer.get_vocab(with_added_tokens=True).values()) + 1,
+        bos_id=bos_id,
+        eos_id=eos_id,
+        chat_template=chat_template,
+        special_ids=special_ids,
+        control_ids=frozenset(index for index in flagged if len(added[index].content) > 1),
+        markup_ids=frozenset(i for i, token in added.items() if i not in flagged and _is_markup(token.content)),
+        _encode_start=lambda text: outer.encode(text, add_special_tokens=False).ids,
+        _encode_inner=lambda text: inner.encode(text, add_special_tokens=False).ids,
+        _decode=lambda tokens: outer.decode(tokens, skip_special_tokens=True),
+    )
+
+
+def _without_prefix_space(spec: Any) -> Any:
+    """A normalizer's or pre-tokenizer's JSON that puts no space before the text it is given."""
+    if not isinstance(spec, dict) or spec.get("type") == "Prepend":
+        return None
+    spec = dict(spec)
+    for name in ("normalizers", "pretokenizers"):
+        if name in spec:
+            spec[name] = [part for part in map(_without_prefix_space, spec[name]) if part is not None]
+    if spec["type"] == "Metaspace":
+        spec.pop("add_prefix_space", None)
+        spec["prepend_scheme"] = "never"
+    if spec["type"] == "ByteLevel":
+        spec["add_prefix_space"] = False
+    return spec
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    """`tokenizer_config.json` with the text of the default chat template; {} where there is none."""
+    path = directory / "tokenizer_config.json"
+    config = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    template_path = directory / "chat_template.jinja"
+    template = template_path.read_text("utf-8") if template_path.is_file() else config.get("chat_template")
+    if isinstance(template, list):
+        template = {named["name"]: named["template"] for named in template}.get("default")
+    return config | {"chat_template": template}
+
+
+def _token_text(entry: Any) -> str | None:
+    return entry.get("content") if isinstance(entry, dict) else entry
+
+
+# SentencePiece -------------------------------------------------------------------------------------------------------
+
+
+def _load_sentencepiece(path: Path) -> Tokenizer:
+    proto = _model_proto()
+    proto.ParseFromString(path.read_bytes())
+    config = _read_config(path.parent)
+    return _from_sentencepiece(proto, config.get("add_bos_token", True), config.get("chat_template"))
+
+
+def _model_proto() -> Any:
+    from sentencepiece import sentencepiece_model_pb2  # loads protobuf, which only these files need
+
+    return sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _from_sentencepiece(proto: Any, adds_bos: bool, chat_template: str | None) -> Tokenizer:
+    outer = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
+    proto.normalizer_spec.add_dummy_prefix = False
+    inner = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
+    kinds = {number: {i for i, piece in enumerate(proto.pieces) if piece.type == number} for number in (3, 4)}
+    special_ids = {proto.pieces[index].piece: index for index in sorted(kinds[3] | kinds[4])}
+    return Tokenizer(
+        vocab_size=len(proto.pieces),
+        bos_id=outer.bos_id() if adds_bos and outer.bos_id() >= 0 else None,
+        eos_id=outer.eos_id() if outer.eos_id() >= 0 else None,
+        chat_template=chat_template,
+        special_ids=special_ids,
+        control_ids=frozenset(kinds[3]),
+        markup_ids=frozenset(index for index in kinds[4] if _is_markup(proto.pieces[index].piece)),
+        _encode_start=outer.encode,
+        _encode_inner=inner.encode,
+        _decode=outer.decode,
+    )
+
+
+# GGUF ----------------------------------------------------------------------------------------------------------------
+
+_QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3_SPLIT = _QWEN2_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+_TYPE_CONTROL, _TYPE_USER_DEFINED, _TYPE_BYTE = 3, 4, 6
+
+
+def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def _split_smollm() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+
+
+# tokenizer.ggml.pre -> (pre-tokenizer, is NFC applied, ignore_merges, is bos added unless the file says otherwise)
+_BYTE_LEVEL: dict[str, tuple[Callable[[], pre_tokenizers.PreTokenizer], bool, bool, bool]] = {
+    "smollm": (_split_smollm, False, False, False),
+    "qwen2": (lambda: _split(_QWEN2_SPLIT), True, False, False),
+    "llama-bpe": (lambda: _split(_LLAMA3_SPLIT), False, True, True),
+}
+
+
+def _load_gguf(path: Path) -> Tokenizer:
+    metadata = read_gguf_metadata(path)
+    fields = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
+    kind = fields.get("model")
+    build = {"gpt2": _gguf_byte_level, "llama": _gguf_sentencepiece}.get(str(kind))
+    if build is None:
+        raise UserError(f"tokenizer: {path} has tokenizer.ggml.model = {kind!r}; supported are 'gpt2' and 'llama'")
+    if kind == "gpt2" and fields.get("pre") not in _BYTE_LEVEL:
+        raise UserError(
+            f"tokenizer: {path} has tokenizer.ggml.pre = {fields.get('pre')!r}; supported are {sorted(_BYTE_LEVEL)}"
+        )
+    return build(fields)
+
+
+def _gguf_byte_level(fields: dict[str, Any]) -> Tokenizer:
+    split, is_nfc, ignore_merges, adds_bos = _BYTE_LEVEL[fields["pre"]]
+    texts, types = fields["tokens"], fields["token_type"]
+    merges = [tuple(merge.split(" ")) for merge in fields["merges"]]
+    vocab = {text: index for index, text in enumerate(texts)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges))  # pyright: ignore[reportArgumentType]
+    if is_nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = split()
+    tokenizer.decoder = decoders.ByteLevel()
+    for kind, is_special in ((_TYPE_CONTROL, True), (_TYPE_USER_DEFINED, False)):
+        tokenizer.add_tokens(
+            [
+                AddedToken(text, normalized=False, special=is_special)
+                for text, found in zip(texts, types, strict=True)
+                if found == kind
+            ]
+        )
+    return _from_hugging_face(
+        tokenizer,
+        tokenizer,
+        bos_id=fields.get("bos_token_id") if fields.get("add_bos_token", adds_bos) else None,
+        eos_id=fields.get("eos_token_id"),
+        chat_template=fields.get("tokenizer.chat_template"),
+        unknown=None,
+    )
+
+
+def _gguf_sentencepiece(fields: dict[str, Any]) -> Tokenizer:
+    proto = _model_proto()
+    for text, score, kind in zip(fields["tokens"], fields["scores"], fields["token_type"], strict=True):
+        proto.pieces.add(piece=text, score=score, type=kind)  # the numbers of the types are SentencePiece's own
+    trainer = proto.trainer_spec
+    trainer.model_type = trainer.BPE
+    trainer.byte_fallback = _TYPE_BYTE in fields["token_type"]
+    for name in ("bos", "eos"):
+        index = fields.get(f"{name}_token_id")
+        setattr(trainer, f"{name}_piece", fields["tokens"][index] if index is not None else "")
+    proto.normalizer_spec.name = "identity"
+    proto.normalizer_spec.add_dummy_prefix = fields.get("add_space_prefix", True)
+    proto.normalizer_spec.remove_extra_whitespaces = fields.get("remove_extra_whitespaces", False)
+    return _from_sentencepiece(proto, fields.get("add_bos_token", True), fields.get("tokenizer.chat_template"))
+
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+
+
+def read_gguf_metadata(path: Path) -> dict[str, Any]:
+    """The key-value pairs of a GGUF file (version 2 or 3, little-endian); arrays as lists.
+
+    `gguf.GGUFReader` makes an array object for every string and takes seconds for a vocabulary.
+    Raises `ValueError`, `struct.error` or `OSError` for a file that is not whole.
+    """
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        magic, version, _, num_pairs = struct.unpack_from("<4sIQQ", data)
+        if magic != b"GGUF" or version not in (2, 3):
+            raise ValueError(f"not a GGUF file of version 2 or 3: it begins with {magic!r}, version {version}")
+        offset = 24
+        metadata = {}
+        for _ in range(num_pairs):
+            key, offset = _read_gguf_value(data, offset, 8)
+            (kind,) = struct.unpack_from("<I", data, offset)
+            metadata[key], offset = _read_gguf_value(data, offset + 4, kind)
+    return metadata
+
+
+def _read_gguf_value(data: mmap.mmap, offset: int, kind: int) -> tuple[Any, int]:
+    """The value of type `kind` at `offset`, and the offset behind it."""
+    if kind in _SCALARS:
+        (value,) = struct.unpack_from("<" + _SCALARS[kind], data, offset)
+        return value, offset + struct.calcsize("<" + _SCALARS[kind])
+    if kind == 8:
+        (length,) = struct.unpack_from("<Q", data, offset)
+        end = offset + 8 + length
+        if end > len(data):
+            raise ValueError("it ends in the middle of a string")
+        return data[offset + 8 : end].decode("utf-8"), end
+    if kind != 9:
+        raise ValueError(f"value type {kind} is unknown")
+    inner, length = struct.unpack_from("<IQ", data, offset)
+    offset += 12
+    if inner in _SCALARS:
+        layout = f"<{length}{_SCALARS[inner]}"
+        return list(struct.unpack_from(layout, data, offset)), offset + struct.calcsize(layout)
+    values = []
+    for _ in range(length):
+        value, offset = _read_gguf_value(data, offset, inner)
+        values.append(value)
+    return values, offset
+
+
+# Text ----------------------------------------------------------------------------------------------------------------
+
+
+def _is_markup(text: str) -> bool:
+    """Whether an added token is a tag and not, say, a run of spaces."""
+    return re.fullmatch(r"<.+>|\[.+\]", text) is not None
+
+
+def _cut_inside(text: str, reserved: Collection[str]) -> list[str]:
+    """`text` in pieces, cut behind the first character of every occurrence of a `reserved` text."""
+    pattern = re.compile("(?=" + "|".join(map(re.escape, reserved)) + ")")
+    cuts = [0, *(match.start() + 1 for match in pattern.finditer(text)), len(text)]
+    return [text[start:end] for start, end in itertools.pairwise(cuts)]
+
+
+def _without_surrogates(text: str) -> str:
+    """`text` with the lone halves that JSON escapes can spell, and UTF-8 cannot, replaced by U+FFFD."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
