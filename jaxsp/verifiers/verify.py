@@ -1,0 +1,132 @@
+"""One entry for all kinds of answers: a reference and a response in, a `Verdict` out."""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxsp.config import UsageError, UserError
+from jaxsp.verifiers.choice import check_choice
+from jaxsp.verifiers.math_answer import Verdict, check_math, is_parseable_expression, last_boxed, quick_math
+from jaxsp.verifiers.process_pool import Outcome, ProcessPool
+from jaxsp.verifiers.text_match import check_text
+
+VerifierKind = Literal["math", "choice", "text"]
+AnswerType = Literal["integer", "expression", "string", "choice"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How answers of a kind are checked: `quick` in the calling process, and `slow` in a worker where it gives None."""
+
+    quick: Callable[[str, str], Verdict | None]
+    slow: Callable[[str, str], Verdict] | None = None
+
+
+KINDS: dict[str, Kind] = {
+    "math": Kind(quick_math, slow=check_math),
+    "choice": Kind(check_choice),
+    "text": Kind(check_text),
+}
+
+ANSWER_KINDS: dict[str, VerifierKind] = {
+    "integer": "math",
+    "expression": "math",
+    "string": "text",
+    "choice": "choice",
+}
+
+
+def answer_kind(answer_type: str) -> VerifierKind:
+    """The kind of verifier for a task's answer type; ValueError where there is none."""
+    if answer_type not in ANSWER_KINDS:
+        raise ValueError(f"answer type must be one of {', '.join(ANSWER_KINDS)}, got {answer_type!r}")
+    return ANSWER_KINDS[answer_type]
+
+
+def make_verifier_pool(num_workers: int, timeout_s: float, **options: Any) -> ProcessPool:
+    """A pool, not yet started, whose workers are warm before their first call. Start it before JAX."""
+    return ProcessPool(num_workers, timeout_s=timeout_s, preload=("jaxsp.verifiers.math_answer:warm_up",), **options)
+
+
+async def verify(pool: ProcessPool, kind: str, reference: str, response: str) -> Verdict:
+    r"""Whether the last `\boxed{...}` of `response` answers `reference`, within the pool's deadline.
+
+    Choices, texts and plain integers are settled at once, in this process.
+    """
+    row = KINDS[kind]
+    if (verdict := row.quick(reference, response)) is not None:
+        return verdict
+    assert row.slow is not None
+    return _verdict(await pool.call(row.slow, reference, response), response)
+
+
+async def is_valid_expression(pool: ProcessPool, text: str) -> bool:
+    """Whether `text` parses as mathematics within the pool's deadline; what hangs is not valid."""
+    outcome = await pool.call(is_parseable_expression, text)
+    return outcome.status == "ok" and outcome.value
+
+
+def run_verify(
+    kind: str, input_path: str | Path, write: Callable[[dict[str, Any]], None], *, num_workers: int, timeout_s: float
+) -> None:
+    """Checks every line of a JSONL file and calls `write` with `correct`, `status`, `extracted`, in the file's order.
+
+    A line holds `reference` (text, or a number) and `response` (text); blank lines are skipped. The whole file is read
+    before the first verdict, so a bad line (`UserError` naming `file:line` and the field) leaves no half output.
+    Workers start only where a line needs one.
+    """
+    if kind not in KINDS:
+        raise UsageError(f"--kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    if num_workers < 1:
+        raise UsageError(f"the number of verifier workers must be at least 1, got {num_workers}")
+    if timeout_s <= 0:
+        raise UsageError(f"--timeout must be a positive number of seconds, got {timeout_s:g}")
+    row = KINDS[kind]
+    pairs = list(_read_pairs(Path(input_path)))
+    with contextlib.ExitStack() as stack:
+        pool: ProcessPool | None = None
+        pending: list[tuple[str, Verdict | Future[Outcome]]] = []
+        for reference, response in pairs:
+            result: Verdict | Future[Outcome] | None = row.quick(reference, response)
+            if result is None:
+                assert row.slow is not None
+                pool = pool or stack.enter_context(make_verifier_pool(num_workers, timeout_s))
+                result = pool.submit(row.slow, reference, response)
+            pending.append((response, result))
+        for response, result in pending:
+            write(asdict(result if isinstance(result, Verdict) else _verdict(result.result(), response)))
+
+
+def _verdict(outcome: Outcome, response: str) -> Verdict:
+    """A worker's outcome as a verdict: a failed check is never a plain wrong answer."""
+    if outcome.status == "ok":
+        return outcome.value
+    # `died` is nearly always the memory limit, the same appetite that otherwise ends in a timeout.
+    status = "unparseable" if outcome.status == "error" else "timeout"
+    return Verdict(False, status, last_boxed(response))
+
+
+def _read_pairs(path: Path) -> Iterator[tuple[str, str]]:
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"--input {path} cannot be read: {error.strerror}") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{path}:{number}: not a line of JSON: {error}") from error
+        if not isinstance(record, dict):
+            raise UserError(f"{path}:{number}: must be an object with `reference` and `response`")
+        for field, types in (("reference", (str, int, float)), ("response", (str,))):
+            if field not in record:
+                raise UserError(f"{path}:{number}: field `{field}` is missing")
+            if not isinstance(record[field], types) or isinstance(record[field], bool):
+                raise UserError(f"{path}:{number}: field `{field}` must be text, got {json.dumps(record[field])[:80]}")
+        yield str(record["reference"]), record["response"]
