@@ -1,0 +1,168 @@
+"""Metrics, episodes and progress: what a reader of the run directory finds, also after a kill and a resume."""
+
+import gzip
+import io
+import json
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from jaxsp.config import UserError
+from jaxsp.metrics import EpisodeLog, MetricsWriter, Progress, read_metrics
+
+
+def tensorboard_points(run_dir: Path, name: str) -> list[tuple[int, float]]:
+    reader = EventAccumulator(str(run_dir / "tb"))
+    reader.Reload()
+    return [(event.step, event.value) for event in reader.Scalars(name)]
+
+
+def test_scalars_are_read_back_by_tensorboard_and_from_the_json_lines(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(3):
+            writer.write(step, {"reasoner/reward": step / 4, "time/play_s": np.float32(1.5)})
+            assert len(read_metrics(tmp_path)) == step + 1, "a row is on disk once written"
+    assert tensorboard_points(tmp_path, "reasoner/reward") == [(0, 0.0), (1, 0.25), (2, 0.5)]
+    assert tensorboard_points(tmp_path, "time/play_s") == [(0, 1.5), (1, 1.5), (2, 1.5)]
+    rows = read_metrics(tmp_path)
+    assert [list(row) for row in rows] == [["step", "time_s", "reasoner/reward", "time/play_s"]] * 3
+    assert abs(rows[-1]["time_s"] - time.time()) < 60
+    assert [row["reasoner/reward"] for row in rows] == [0.0, 0.25, 0.5]
+
+
+def test_nan_and_infinity_are_null_in_json_and_no_point_in_tensorboard(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(0, {"a/b": math.nan, "a/c": 1.0})
+        writer.write(1, {"a/b": 2.0, "a/c": -math.inf})
+    assert [(row["a/b"], row["a/c"]) for row in read_metrics(tmp_path)] == [(None, 1.0), (2.0, None)]
+    assert tensorboard_points(tmp_path, "a/b") == [(1, 2.0)]
+    assert tensorboard_points(tmp_path, "a/c") == [(0, 1.0)]
+
+
+def test_resuming_drops_later_rows_from_both_and_goes_on(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(5):
+            writer.write(step, {"a/b": step})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "time_s": 1.0, "a/')  # what a kill in the middle of a write leaves
+    with MetricsWriter(tmp_path, resume_step=2) as writer:
+        writer.write(3, {"a/b": 30.0})
+    assert [(row["step"], row["a/b"]) for row in read_metrics(tmp_path)] == [(0, 0), (1, 1), (2, 2), (3, 30)]
+    assert tensorboard_points(tmp_path, "a/b") == [(0, 0), (1, 1), (2, 2), (3, 30)]
+    assert len(list((tmp_path / "tb").iterdir())) == 2, "the second writer opened a file of its own"
+    assert not list(tmp_path.glob(".*partial"))
+
+
+@pytest.mark.parametrize("name", ["reward", "Reasoner/reward", "reasoner/", "/reward", "a/b c", "a//b"])
+def test_a_name_that_is_not_part_and_what_is_refused(tmp_path, name):
+    with MetricsWriter(tmp_path) as writer, pytest.raises(ValueError, match="part/what"):
+        writer.write(0, {name: 1.0})
+    assert read_metrics(tmp_path) == []
+
+
+def test_a_damaged_line_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\nnonsense\n{"step": 2}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2"):
+        MetricsWriter(tmp_path, resume_step=1)
+
+
+def test_a_run_directory_that_cannot_be_made_is_one_message(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write"):
+        MetricsWriter(tmp_path / "file" / "run")
+
+
+def test_episodes_are_equal_bytes_for_equal_rows_and_come_back(tmp_path):
+    rows = [
+        {"role": "reasoner", "text": "½ + ½ = 1\n<|im_end|>", "reward": np.float32(0.5), "tokens": np.arange(3)},
+        {"role": "challenger", "text": "", "reward": math.nan, "parts": {"valid": np.bool_(True)}},
+    ]
+    log = EpisodeLog(tmp_path)
+    path = log.write(12, rows)
+    first = path.read_bytes()
+    time.sleep(1.1)  # gzip's own time stamp has a resolution of one second
+    assert log.write(12, rows).read_bytes() == first
+    assert path == tmp_path / "episodes" / "step_000012.jsonl.gz"
+    assert log.read(12) == [
+        {"role": "reasoner", "text": "½ + ½ = 1\n<|im_end|>", "reward": 0.5, "tokens": [0, 1, 2]},
+        {"role": "challenger", "text": "", "reward": None, "parts": {"valid": True}},
+    ]
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        assert [json.loads(line)["role"] for line in file] == ["reasoner", "challenger"]
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name], "no partial file is left"
+
+
+def test_resuming_drops_later_episodes_of_this_process_alone(tmp_path):
+    logs = [EpisodeLog(tmp_path), EpisodeLog(tmp_path, process_index=1)]
+    for step in range(4):
+        for log in logs:
+            log.write(step, [{"step": step}])
+    assert logs[1].drop_after(1) == 2
+    assert sorted(path.name for path in (tmp_path / "episodes").iterdir()) == [
+        "step_000000-1.jsonl.gz",
+        "step_000000.jsonl.gz",
+        "step_000001-1.jsonl.gz",
+        "step_000001.jsonl.gz",
+        "step_000002.jsonl.gz",
+        "step_000003.jsonl.gz",
+    ]
+
+
+def test_a_damaged_episode_file_is_named(tmp_path):
+    log = EpisodeLog(tmp_path)
+    path = log.write(0, [{"a": "b" * 1000}])
+    path.write_bytes(path.read_bytes()[:-12])
+    with pytest.raises(UserError, match=r"step_000000\.jsonl\.gz"):
+        log.read(0)
+
+
+def test_without_a_terminal_progress_is_lines_that_come_also_when_nothing_is_reported():
+    stream = io.StringIO()
+    with Progress(4, "quickstart", console=Console(file=stream), interval_s=0.05) as progress:
+        progress.phase("warm_start", 2)
+        progress.advance(loss=1.23456)
+        progress.activity("challenger samples", 12, 32)
+        time.sleep(0.3)
+    lines = stream.getvalue().splitlines()
+    assert lines[0].startswith("quickstart 0/4 steps, warm_start 0/2, elapsed 0:00:00, left ?")
+    assert len(lines) >= 4
+    assert "quickstart 1/4 steps, warm_start 1/2, challenger samples 12/32, " in lines[-1]
+    assert "elapsed 0:00:00, left 0:00:01" in lines[-1]
+    assert lines[-1].endswith("loss 1.23")
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_the_time_left_ignores_steps_done_before_a_resume_and_follows_the_phase(monkeypatch):
+    now_s = 100.0
+    monkeypatch.setattr("jaxsp.metrics.time.monotonic", lambda: now_s)
+    progress = Progress(20, "run", start_step=10, console=Console(file=io.StringIO()))
+    progress.phase("warm_start", 12, done=10)
+    now_s += 4.0
+    progress.advance()
+    assert "4.0 s/step, elapsed 0:00:04, left 0:00:36" in progress.line()
+    now_s += 2.0
+    progress.advance()
+    progress.phase("joint", 8)
+    assert "3.0 s/step, elapsed 0:00:06, left 0:00:24" in progress.line(), "no step of the phase yet: the run's mean"
+    now_s += 100.0
+    progress.advance()
+    assert "100.0 s/step, elapsed 0:01:46, left 0:11:40" in progress.line()
+
+
+def test_on_a_terminal_progress_draws_bars_with_rates_and_times():
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=150)
+    with Progress(4, "quickstart", console=console) as progress:
+        progress.phase("joint", 4)
+        progress.advance(reward=0.25)
+        progress.activity("reasoner samples", 3, 8)
+        progress.log("a line of its own [not markup]")
+        progress.activity("reasoner samples", 5, 8)
+    shown = stream.getvalue()
+    for text in ("quickstart", "1/4 steps", "elapsed 0:00:00", "left", "reward 0.25", "joint", "5/8", "[not markup]"):
+        assert text in shown
