@@ -31,6 +31,8 @@ class ModelConfig:
     name: str = MISSING
     renderer: Literal["auto", "qwen3", "chatml", "llama3", "plain"] = "auto"
     thinking: Literal["on", "off", "absent"] = "absent"
+    system_prompt: str | None = "auto"
+    """Stands in where a conversation has no system message. `auto`: what the model's own chat template puts there."""
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
 
@@ -75,6 +77,8 @@ class LearnerConfig:
     trajectories_per_update: int = 0
     """0: one update on all of a step's trajectories. Else as many updates as it takes, all against log-probabilities
     computed before the first."""
+    length_normaliser: int | None = None
+    """Tokens by which a trajectory's sum is divided (DrGRPO); None: the role's own `max_tokens`."""
     row_tokens: int = 4096
     """Tokens of one packed row."""
     rows_per_microbatch: int = 1
@@ -87,7 +91,7 @@ class WarmStartConfig:
     """Cross-entropy on the assistant tokens of conversations, before self-play."""
 
     conversations: str | None = None
-    """JSONL with `messages` on each line, or `embedded:NAME`. None: no warm start."""
+    """JSONL with `messages` on each line, or `embedded`. None: no warm start."""
     num_steps: int = 0
     batch_size: int = 16
     learning_rate: float = 1e-5
@@ -116,6 +120,12 @@ class SpiceConfig:
     reasoner_max_tokens: int = 4096
     is_grounded_only: bool = False
     """Also ask that every number of an integer question and its answer stands in the document."""
+    shares_answers: bool = False
+    """Questions with the same text in a step share one set of G answers."""
+    tasks_per_document: int = 1
+    """Tasks of a document that train the reasoner."""
+    prefers_mixed_tasks: bool = False
+    """Draw them from the tasks answered sometimes right and sometimes wrong, where there are any."""
     trains_challenger: bool = True
     trains_reasoner: bool = True
 
@@ -123,16 +133,16 @@ class SpiceConfig:
 @dataclass(frozen=True)
 class CorpusConfig:
     path: str = "embedded"
-    """JSONL or Parquet with a `text` column, a folder of .txt files, or `embedded`."""
+    """JSONL or Parquet with a `text` column, a folder of .txt files, `embedded` or `embedded:TOPIC`."""
     max_segment_tokens: int = 5992
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
     questions: str | None = "embedded"
-    """JSONL with `question`, `answer`, `answer_type`, `kind`; `embedded`; or None: no evaluation."""
+    """JSONL with `question`, `answer`, `answer_type`, `kind`; `embedded` or `embedded:KIND,KIND`; None: none."""
     documents: str | None = None
-    """Held-out documents on which the challenger is looked at; `embedded` or a corpus path."""
+    """Held-out documents on which the challenger is looked at: `embedded`, `embedded:TOPIC` or a corpus path."""
     every_steps: int = 0
     """0: only before and after."""
     num_samples: int = 1

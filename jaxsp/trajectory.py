@@ -11,10 +11,10 @@ from typing import Literal
 import numpy as np
 
 FinishReason = Literal["stop", "length"]
-"""`stop`: a stop id was sampled (and is the last token) or a stop string completed. `length`: max_tokens was reached."""
+"""`stop`: a stop id was sampled (it is the last token) or a stop string completed. `length`: max_tokens was reached."""
 
 Status = Literal["ok", "truncated", "invalid", "timeout", "died"]
-"""How an episode ended for one role. Failures of the world are data: they are counted, never silently a wrong answer."""
+"""How an episode ended for one role. Failures of the world are data: counted, never silently a wrong answer."""
 
 
 @dataclass(frozen=True)

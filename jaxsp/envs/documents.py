@@ -82,7 +82,7 @@ def open_corpus(
     process_index: int = 0,
     process_count: int = 1,
 ) -> Corpus:
-    """The corpus at `path` (or `embedded`), as process `process_index` of `process_count` sees it.
+    """The corpus at `path` (or `embedded`, or a topic of it, `embedded:TOPIC`), as process `process_index` of `process_count` sees it.
 
     Every text returned encodes to at most `max_segment_tokens` tokens, and is a piece of its document cut at a
     paragraph, line, sentence or word where one is near; `encode` adds no special tokens. All of the corpus is looked
@@ -183,7 +183,10 @@ def _segment(document: Document, lengths: Sequence[int], epoch: int, seed: int) 
 
 
 def _open_source(path: str | Path) -> _Source:
-    path = EMBEDDED_CORPUS if str(path) == "embedded" else Path(path)
+    name, _, topic = str(path).partition(":")
+    if name == "embedded":
+        return _JsonLines(EMBEDDED_CORPUS, topic or None)
+    path = Path(path)
     if path.is_dir():
         return _TextFolder(path)
     if not path.exists():
@@ -194,16 +197,17 @@ def _open_source(path: str | Path) -> _Source:
 
 
 class _JsonLines:
-    """Lines of a JSONL file, found again by their byte offsets."""
+    """Lines of a JSONL file, found again by their byte offsets; where a `topic` is given, those with this `topic`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, topic: str | None = None) -> None:
         self._path = path
         self._lines: list[tuple[int, int]] = []  # (byte offset, line number) of each document with text
         offset = 0
         try:
             with path.open("rb") as stream:
                 for number, line in enumerate(stream, start=1):
-                    if line.strip() and _document_of_line(path, number, line).text.strip():
+                    is_wanted = topic is None or json.loads(line).get("topic") == topic
+                    if line.strip() and is_wanted and _document_of_line(path, number, line).text.strip():
                         self._lines.append((offset, number))
                     offset += len(line)
         except OSError as error:

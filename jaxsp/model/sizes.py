@@ -1,6 +1,6 @@
 """What a checkpoint's `config.json` says about a decoder, and a refusal by name of what it says that we do not know."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ _INERT = {
     "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "attention_dropout",
     "classifier_dropout", "_name_or_path", "name_or_path", "id2label", "label2id", "problem_type", "return_dict",
     "output_attentions", "output_hidden_states", "chunk_size_feed_forward", "is_encoder_decoder", "is_decoder",
-    "add_cross_attention", "max_window_layers", "_attn_implementation_autoset", "is_llama_config", "rope_interleaved",
+    "add_cross_attention", "max_window_layers", "_attn_implementation_autoset", "is_llama_config",
     "transformers.js_config", "torchscript", "use_bfloat16", "task_specific_params", "finetuning_task",
     "tokenizer_class", "prefix", "unsloth_fixed", "unsloth_version", "quantization",
 }  # fmt: skip
@@ -68,6 +68,7 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "use_sliding_window": (False, None),
     "pretraining_tp": (1, None),
     "partial_rotary_factor": (1, 1.0, None),
+    "rope_interleaved": (False, None),
     "tie_encoder_decoder": (False, None),
     "cross_attention_hidden_size": (None,),
     "pruned_heads": ({}, None),
@@ -88,6 +89,54 @@ def sizes_from_hf_config(config: Mapping[str, Any], source: str = "config.json")
     def refuse(name: str, why: str) -> UserError:
         return UserError(f"{source}: {name} = {config.get(name)!r} {why}")
 
+    _refuse_what_is_not_implemented(config, refuse)
+    model_type = config["model_type"]
+
+    def number(name: str) -> Any:
+        value = config.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise refuse(name, "is not a positive number, and the decoder needs one")
+        return value
+
+    def count(name: str) -> int:
+        if not isinstance(number(name), int):
+            raise refuse(name, "is not a whole number")
+        return config[name]
+
+    def optional_count(name: str, otherwise: int) -> int:
+        """Llama configs may leave these two out; Qwen3's have defaults that do not follow from its other sizes."""
+        if name not in config and model_type != "llama":
+            raise refuse(name, "is missing, and cannot be guessed")
+        return otherwise if config.get(name) is None else count(name)
+
+    num_heads = count("num_attention_heads")
+    num_kv_heads = optional_count("num_key_value_heads", num_heads)
+    head_dim = optional_count("head_dim", count("hidden_size") // num_heads)
+    if num_heads % num_kv_heads:
+        raise refuse("num_key_value_heads", f"does not divide num_attention_heads = {num_heads}")
+    if head_dim % 2:
+        raise refuse("head_dim", f"gives heads of {head_dim}; rotary embeddings need an even size")
+    has_score_head = any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ())
+    return DecoderSizes(
+        model_type=model_type,
+        vocab_size=count("vocab_size"),
+        embed_dim=count("hidden_size"),
+        mlp_dim=count("intermediate_size"),
+        num_layers=count("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_eps=float(number("rms_norm_eps")),
+        rope=_rope_from_config(config, source),
+        max_positions=count("max_position_embeddings"),
+        has_tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        has_qk_norm=_MODEL_TYPES[model_type],
+        has_attention_bias=bool(config.get("attention_bias", False)),
+        num_labels=_num_labels(config) if has_score_head else 0,
+    )
+
+
+def _refuse_what_is_not_implemented(config: Mapping[str, Any], refuse: Callable[[str, str], UserError]) -> None:
     model_type = config.get("model_type")
     if model_type not in _MODEL_TYPES:
         raise refuse("model_type", f"is not one of the decoders implemented here: {', '.join(_MODEL_TYPES)}")
@@ -104,32 +153,6 @@ def sizes_from_hf_config(config: Mapping[str, Any], source: str = "config.json")
         if name not in _INERT | _READ | _MUST_BE.keys() | {"layer_types", "sliding_window"}:
             raise refuse(name, "is an attribute that this decoder does not know; it may change the numbers")
 
-    def number(name: str) -> Any:
-        value = config.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise refuse(name, "is not a number, and the decoder needs it")
-        return value
-
-    num_heads = number("num_attention_heads")
-    has_score_head = any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ())
-    return DecoderSizes(
-        model_type=model_type,
-        vocab_size=number("vocab_size"),
-        embed_dim=number("hidden_size"),
-        mlp_dim=number("intermediate_size"),
-        num_layers=number("num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=number("num_key_value_heads") if config.get("num_key_value_heads") is not None else num_heads,
-        head_dim=number("head_dim") if config.get("head_dim") is not None else number("hidden_size") // num_heads,
-        rms_eps=number("rms_norm_eps"),
-        rope=_rope_from_config(config, source),
-        max_positions=number("max_position_embeddings"),
-        has_tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        has_qk_norm=_MODEL_TYPES[model_type],
-        has_attention_bias=bool(config.get("attention_bias", False)),
-        num_labels=_num_labels(config) if has_score_head else 0,
-    )
-
 
 def _num_labels(config: Mapping[str, Any]) -> int:
     return len(config["id2label"]) if config.get("id2label") else int(config.get("num_labels") or 2)
@@ -137,24 +160,39 @@ def _num_labels(config: Mapping[str, Any]) -> int:
 
 def _rope_from_config(config: Mapping[str, Any], source: str) -> Rope:
     """Reads theta from `rope_theta` (transformers 4) or `rope_parameters` (5), and refuses two that disagree."""
-    nested = dict(config.get("rope_parameters") or {})
-    scaling = {**dict(config.get("rope_scaling") or {}), **{k: v for k, v in nested.items() if k != "rope_theta"}}
-    thetas = {float(t) for t in (config.get("rope_theta"), nested.get("rope_theta")) if t is not None}
-    if len(thetas) != 1:
-        found = "neither rope_theta nor rope_parameters.rope_theta is given" if not thetas else f"two thetas: {thetas}"
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(name) or {}, Mapping):
+            raise UserError(f"{source}: {name} = {config[name]!r} is not an object")
+    places = (config, config.get("rope_scaling") or {}, config.get("rope_parameters") or {})
+    thetas = [place["rope_theta"] for place in places if place.get("rope_theta") is not None]
+    if not thetas or any(theta != thetas[0] for theta in thetas):
+        found = f"two thetas: {thetas}" if thetas else "neither rope_theta nor rope_parameters.rope_theta is given"
         raise UserError(f"{source}: {found}; the rotary base cannot be guessed")
-    kind = scaling.pop("rope_type", scaling.pop("type", "default"))
-    scaling.pop("type", None)
+    nested = {name: value for place in places[1:] for name, value in place.items() if name != "rope_theta"}
+
+    def number(name: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise UserError(f"{source}: {name} = {value!r} of the rotary embedding is not a positive number")
+        return float(value)
+
+    theta = number("rope_theta", thetas[0])
+    old_kind = nested.pop("type", "default")
+    kind = nested.pop("rope_type", old_kind)
+    given = {name: value for name, value in nested.items() if value is not None}
+    if given.pop("partial_rotary_factor", 1) != 1:
+        raise UserError(f"{source}: partial_rotary_factor = {nested['partial_rotary_factor']} is not implemented")
+    names = {
+        "default": (),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    }
+    if kind not in names:
+        raise UserError(f"{source}: rope_type = {kind!r} is not implemented ({', '.join(names)})")
+    if given.keys() != set(names[kind]):
+        missing, unknown = sorted(set(names[kind]) - given.keys()), sorted(given.keys() - set(names[kind]))
+        raise UserError(f"{source}: {kind} rope scaling lacks {missing} or has unknown {unknown}")
     if kind == "default":
-        if any(v is not None and (k, v) != ("partial_rotary_factor", 1.0) for k, v in scaling.items()):
-            raise UserError(f"{source}: rope scaling attributes {sorted(scaling)} are not understood")
-        return Rope(thetas.pop())
-    if kind != "llama3":
-        raise UserError(f"{source}: rope_type = {kind!r} is not implemented (default, llama3)")
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    unknown = set(scaling) - set(names) - {"partial_rotary_factor"}
-    missing = [name for name in names if name not in scaling]
-    if unknown or missing:
-        raise UserError(f"{source}: llama3 rope scaling lacks {missing} or has unknown {sorted(unknown)}")
-    factor, low, high, original = (scaling[name] for name in names)
-    return Rope(thetas.pop(), Llama3Scaling(float(factor), float(low), float(high), int(original)))
+        return Rope(theta)
+    factor, low, high, original = (number(name, given[name]) for name in names[kind])
+    if low >= high:
+        raise UserError(f"{source}: low_freq_factor = {low} is not below high_freq_factor = {high}")
+    return Rope(theta, Llama3Scaling(factor, low, high, int(original)))

@@ -1,0 +1,122 @@
+"""From a step's groups to a new state: what each objective does with them, on the host and on the device."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxsp.learner.advantages import group_advantages
+from jaxsp.learner.batch import Batch, BatchStats, make_batch, training_items
+from jaxsp.learner.state import TrainState
+from jaxsp.model.decoder import Params
+from jaxsp.trajectory import Group
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How trajectories become rows; see `make_batch`."""
+
+    row_tokens: int
+    rows_per_microbatch: int
+    row_multiple: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyGradient:
+    """The compiled parts of a policy-gradient step.
+
+    Attributes:
+        advantage: a name of `jaxsp.learner.advantages.ADVANTAGES`.
+        trajectories_per_update: 0 for one update on everything.
+        reference: parameters of the reference policy; None where there is no KL term.
+    """
+
+    update: Callable[..., tuple[TrainState, dict[str, Any]]]
+    logprobs: Callable[[Params, Batch], Any]
+    packing: Packing
+    advantage: str
+    trajectories_per_update: int
+    reference: Params | None = None
+
+
+def reinforce(
+    parts: PolicyGradient, state: TrainState, groups: Sequence[Group], normaliser: Callable[[Group], int]
+) -> tuple[TrainState, dict[str, float]]:
+    """The state after a step's updates on `groups`, and the metrics of the updates (means over them).
+
+    Each trajectory's sum over tokens is divided by its group's constant length, which is folded into its advantage:
+    the loss is linear in the advantage's size. All log-probabilities under the old policy are computed before the
+    first update. Where every advantage is 0 there is nothing to learn, and the state is returned as it came.
+    """
+    advantages = group_advantages(groups, parts.advantage)
+    scaled = [each / normaliser(group) for each, group in zip(advantages, groups, strict=True)]
+    items, trajectory_ids = training_items(groups, scaled)
+    parcels = _parcels(trajectory_ids, parts.trajectories_per_update)
+    batches: list[tuple[Batch, BatchStats]] = []
+    for chosen in parcels:
+        batch, stats = make_batch(
+            [items[i] for i in chosen],
+            trajectory_ids=[trajectory_ids[i] for i in chosen],
+            row_tokens=parts.packing.row_tokens,
+            rows_per_microbatch=parts.packing.rows_per_microbatch,
+            row_multiple=parts.packing.row_multiple,
+            keep_zero=parts.reference is not None,
+        )
+        if stats.num_rows:
+            batches.append((batch, stats))
+    # With a single update the policy before it is the current one, and the update needs no forward pass for it.
+    old = [parts.logprobs(state["params"], batch) if len(batches) > 1 else None for batch, _ in batches]
+    reference = [None if parts.reference is None else parts.logprobs(parts.reference, batch) for batch, _ in batches]
+    rows = []
+    for (batch, stats), old_logprobs, reference_logprobs in zip(batches, old, reference, strict=True):
+        state, metrics = parts.update(state, batch, old_logprobs, reference_logprobs, stats.num_trajectories, 1)
+        rows.append({name: float(value) for name, value in metrics.items()})
+    return state, {**_means(rows), **_packing_metrics([stats for _, stats in batches]), "policy/updates": len(rows)}
+
+
+def imitate(
+    update: Callable[..., tuple[TrainState, dict[str, Any]]],
+    packing: Packing,
+    state: TrainState,
+    groups: Sequence[Group],
+) -> tuple[TrainState, dict[str, float]]:
+    """The state after one cross-entropy update on every target of `groups`, and its metrics."""
+    items, trajectory_ids = training_items(groups, [np.ones(len(group.trajectories)) for group in groups])
+    batch, stats = make_batch(
+        items,
+        trajectory_ids=trajectory_ids,
+        row_tokens=packing.row_tokens,
+        rows_per_microbatch=packing.rows_per_microbatch,
+        row_multiple=packing.row_multiple,
+    )
+    state, metrics = update(state, batch, stats.num_trained_tokens)
+    return state, {**{name: float(value) for name, value in metrics.items()}, **_packing_metrics([stats])}
+
+
+def _parcels(trajectory_ids: Sequence[int], trajectories_per_update: int) -> list[list[int]]:
+    """Indices of items for each update: a part of every group for each, and a trajectory's segments together."""
+    num_updates = -(-len(set(trajectory_ids)) // trajectories_per_update) if trajectories_per_update else 1
+    parcels: list[list[int]] = [[] for _ in range(num_updates)]
+    for index, trajectory in enumerate(trajectory_ids):
+        parcels[trajectory % num_updates].append(index)
+    return parcels
+
+
+def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: float(np.mean([row[name] for row in rows])) for name in rows[0]} if rows else {}
+
+
+def _packing_metrics(stats: Sequence[BatchStats]) -> dict[str, float]:
+    if not stats:
+        return {}
+    stored = sum(each.num_tokens_stored for each in stats)
+    return {
+        "learner/trained_tokens": sum(each.num_trained_tokens for each in stats),
+        "learner/stored_tokens": stored,
+        "learner/sharing_ratio": sum(each.num_tokens_separate for each in stats) / max(stored, 1),
+        "learner/padding_frac": float(np.mean([each.padding_frac for each in stats])),
+        "learner/zero_advantage_frac": sum(each.num_zero_advantage for each in stats)
+        / max(sum(each.num_trajectories for each in stats), 1),
+        "learner/dropped": sum(each.num_dropped for each in stats),
+    }

@@ -1,0 +1,48 @@
+"""What a method is made of: phases, each of which plays and learns for a number of steps."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxsp.rollout.collect import OnProgress, Played
+from jaxsp.trajectory import Group
+
+
+@dataclass(frozen=True)
+class StepPlace:
+    """Where in a run a step stands. `step` counts over all phases and is the policy's version before the update."""
+
+    step: int
+    step_in_phase: int
+    seed: int
+    on_progress: OnProgress
+
+
+@dataclass(frozen=True)
+class Phase:
+    """`num_steps` times: `play` gives groups, and the learner follows `objective` on them.
+
+    Attributes:
+        objective: `imitate` is cross-entropy on the targets of every trajectory, `reinforce` the clipped policy
+            gradient on group advantages.
+        normaliser: the constant length by which a trajectory of a group is divided (DrGRPO, arXiv 2503.20783).
+    """
+
+    name: str
+    num_steps: int
+    objective: Literal["imitate", "reinforce"]
+    learning_rate: float
+    play: Callable[[StepPlace], Awaitable[Played]]
+    normaliser: Callable[[Group], int] = lambda group: 1
+
+
+@dataclass(frozen=True)
+class Method:
+    """A schedule, and the state outside the model that a checkpoint must hold for it to go on.
+
+    `state` gives it as JSON values, `restore` takes it back: the place in the corpus, for one.
+    """
+
+    phases: tuple[Phase, ...]
+    state: Callable[[], dict[str, Any]]
+    restore: Callable[[dict[str, Any]], None]

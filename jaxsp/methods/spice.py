@@ -1,0 +1,115 @@
+"""SPICE (arXiv 2510.24684): one model, two roles, shared weights; a challenger with documents, a reasoner without.
+
+The schedule is an optional warm start by imitation, then `num_steps` joint steps. A step plays as told in
+`jaxsp/rollout/collect.py` and makes one update over both roles, all log-probabilities computed before it.
+
+Departures from the paper, all off by default: a warm start; answers shared between equal questions; several reasoner
+tasks per document, or preferably those of mixed outcome; validity by grounded numbers; several updates per step.
+"""
+
+import functools
+from collections.abc import Sequence
+
+from jaxsp.config import RunConfig, SpiceConfig, UsageError
+from jaxsp.envs.documents import Corpus
+from jaxsp.methods.phase import Method, Phase, StepPlace
+from jaxsp.rollout.collect import Played, SpiceRules, play_spice
+from jaxsp.rollout.conversations import draw_conversations, imitation_segment, read_conversations
+from jaxsp.rollout.rewards import SOLVE_RATE_REWARDS
+from jaxsp.rollout.roles import Sampling, Setting
+from jaxsp.trajectory import Group, Trajectory
+
+
+def spice_rules(config: SpiceConfig) -> SpiceRules:
+    """The rules of play; raises `UsageError` naming a field that leaves no game."""
+    for name, least in (("group_size", 2), ("max_attempts", 1), ("attempts_per_round", 1), ("documents_per_step", 1)):
+        if getattr(config, name) < least:
+            raise UsageError(f"spice.{name} = {getattr(config, name)} must be at least {least}")
+    if config.temperature <= 0:
+        raise UsageError(f"spice.temperature = {config.temperature} must be above 0: training samples its policy")
+    if config.variance_tau <= 0:
+        raise UsageError(f"spice.variance_tau = {config.variance_tau} must be above 0")
+    reward = SOLVE_RATE_REWARDS[config.challenger_reward]
+    return SpiceRules(
+        group_size=config.group_size,
+        max_attempts=config.max_attempts,
+        attempts_per_round=config.attempts_per_round,
+        invalid_reward=config.invalid_reward,
+        solve_rate_reward=lambda p: reward(p, config.variance_tau),
+        challenger=Sampling(config.challenger_max_tokens, config.temperature),
+        reasoner=Sampling(config.reasoner_max_tokens, config.temperature),
+        is_grounded_only=config.is_grounded_only,
+        tasks_per_document=config.tasks_per_document,
+        shares_answers=config.shares_answers,
+        prefers_mixed_tasks=config.prefers_mixed_tasks,
+    )
+
+
+def make_method(config: RunConfig, setting: Setting, corpus: Corpus, supervised) -> Method:
+    """The schedule of a run. `supervised` renders a conversation as tokens and loss mask."""
+    rules = spice_rules(config.spice)
+    trained_roles = {
+        role
+        for role, trains in (
+            ("challenger", config.spice.trains_challenger),
+            ("reasoner", config.spice.trains_reasoner),
+        )
+        if trains
+    }
+    if not trained_roles:
+        raise UsageError("spice.trains_challenger and spice.trains_reasoner are both false: nothing would be trained")
+    max_tokens = {"challenger": rules.challenger.max_tokens, "reasoner": rules.reasoner.max_tokens}
+
+    async def play(place: StepPlace) -> Played:
+        documents = corpus.next_documents(config.spice.documents_per_step)
+        played = await play_spice(
+            [(document.document_id, document.text) for document in documents],
+            setting,
+            rules,
+            seed=place.seed,
+            step=place.step,
+            policy_version=place.step,
+            on_progress=place.on_progress,
+        )
+        groups = tuple(group for group in played.groups if group.role in trained_roles)
+        return Played(groups, played.tasks, played.episodes, played.metrics)
+
+    phases = [
+        Phase(
+            "spice",
+            config.spice.num_steps,
+            "reinforce",
+            config.learner.learning_rate,
+            play,
+            lambda group: config.learner.length_normaliser or max_tokens[group.role],
+        )
+    ]
+    if config.warm_start.conversations is not None and config.warm_start.num_steps:
+        phases.insert(0, _warm_start(config, supervised))
+    return Method(tuple(phases), corpus.state, corpus.restore)
+
+
+def _warm_start(config: RunConfig, supervised) -> Phase:
+    warm_start = config.warm_start
+    assert warm_start.conversations is not None
+    if warm_start.batch_size < 1:
+        raise UsageError(f"warm_start.batch_size = {warm_start.batch_size} must be at least 1")
+    conversations = read_conversations(warm_start.conversations)
+    return Phase(
+        "warm_start",
+        warm_start.num_steps,
+        "imitate",
+        warm_start.learning_rate,
+        functools.partial(_play_conversations, conversations, warm_start.batch_size, supervised),
+    )
+
+
+async def _play_conversations(
+    conversations: Sequence[list[dict[str, str]]], batch_size: int, supervised, place: StepPlace
+) -> Played:
+    """A batch of conversations as one group; nothing is sampled and nothing rewarded."""
+    batch = draw_conversations(conversations, batch_size, place.step_in_phase, place.seed)
+    trajectories = tuple(
+        Trajectory("teacher", (imitation_segment(messages, supervised),), reward=0.0) for messages in batch
+    )
+    return Played((Group(f"{place.step}/conversations", "teacher", trajectories),), (), [], {})

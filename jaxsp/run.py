@@ -1,0 +1,194 @@
+"""An open run: its directory, the parts that play and learn, and the state that a checkpoint holds."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from rich.console import Console
+
+from jaxsp.checkpoint import Checkpointer
+from jaxsp.config import RunConfig, UserError, dump_config, load_config
+from jaxsp.envs.documents import Corpus, open_corpus
+from jaxsp.learner.state import TrainState, init_state, state_shardings
+from jaxsp.mesh import make_mesh, shardable, shardings
+from jaxsp.methods import spice
+from jaxsp.methods.phase import Method
+from jaxsp.metrics import EpisodeLog, MetricsWriter, Progress
+from jaxsp.model.decoder import Params, abstract_params, logical_axes
+from jaxsp.model.source import load_params
+from jaxsp.policy import TextSide, check_vocabulary, make_sampler, make_setting, open_text_side
+from jaxsp.report import EvaluationLog
+from jaxsp.rollout.prompts import PROMPTS
+from jaxsp.rollout.roles import Setting
+from jaxsp.sampler.engine import Engine
+from jaxsp.task_pool import TaskPool, task_pool_path
+from jaxsp.verifiers.process_pool import ProcessPool
+
+CONFIG_FILE = "config.yaml"
+
+
+def make_run_dir(config: RunConfig, name: str) -> Path:
+    """A new directory `runs_dir/NAME-DATE-TIME` that holds the resolved config. Raises `UserError` if it cannot be."""
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    for suffix in ("", *(f"-{n}" for n in range(2, 100))):
+        run_dir = Path(config.runs_dir) / f"{name}-{stamp}{suffix}"
+        try:
+            run_dir.mkdir(parents=True)
+            (run_dir / CONFIG_FILE).write_text(dump_config(config))
+            return run_dir
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UserError(f"runs_dir = {config.runs_dir}: cannot make {run_dir}: {error.strerror}") from error
+    raise UserError(f"runs_dir = {config.runs_dir} holds too many runs of this second")
+
+
+def read_run_config(run_dir: Path) -> RunConfig:
+    """The config that a run was started with."""
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise UserError(f"{run_dir} is no run directory: it has no {CONFIG_FILE}")
+    return load_config(run_dir / CONFIG_FILE)
+
+
+@dataclass(eq=False)
+class Run:
+    """The parts of an open run, and the little of it that changes from step to step."""
+
+    config: RunConfig
+    run_dir: Path
+    text: TextSide
+    mesh: jax.sharding.Mesh
+    param_shardings: Params
+    engine: Engine
+    setting: Setting
+    corpus: Corpus
+    method: Method
+    checkpointer: Checkpointer
+    metrics: MetricsWriter
+    episodes: EpisodeLog
+    tasks: TaskPool
+    evaluations: EvaluationLog
+    progress: Progress
+    console: Console
+    step: int = 0
+    """Steps done, over all phases."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall time per part, over all sittings of the run."""
+
+    @contextlib.contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        """Adds the wall time of the block to `seconds[part]`."""
+        start_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[part] = self.seconds.get(part, 0.0) + time.monotonic() - start_s
+
+
+@contextlib.contextmanager
+def open_run(config: RunConfig, run_dir: Path, pool: ProcessPool, console: Console, is_resume: bool) -> Iterator[Run]:
+    """Opens every part of a run; on resume, goes to its newest checkpoint and drops what was written after it.
+
+    Raises `UserError` naming the field or file that is wrong, before anything is changed on disk.
+    """
+    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.context, config.mesh.expert, config.mesh.tensor)
+    text = open_text_side(config.model)
+    sizes = text.source.sizes
+    axes = logical_axes(sizes)
+    jax.tree.map(lambda shape, names: shardable(mesh, names, shape.shape), abstract_params(sizes), axes)
+    engine = make_sampler(text, config.sampler, config.model.compute_dtype)
+    setting = make_setting(text, engine.generate, PROMPTS[config.spice.prompts], pool)
+    corpus = open_corpus(
+        config.corpus.path,
+        seed=config.seed,
+        max_segment_tokens=config.corpus.max_segment_tokens,
+        encode=text.tokenizer.encode,
+    )
+    method = spice.make_method(config, setting, corpus, text.renderer.supervised)
+    with contextlib.ExitStack() as stack:
+        checkpointer = stack.enter_context(Checkpointer(run_dir / "checkpoints", keep=config.checkpoint.keep))
+        step = (checkpointer.latest_step() or 0) if is_resume else 0
+        manifest = checkpointer.read_manifest(step) if step else None
+        if manifest is not None:
+            method.restore(manifest["method"])
+        tasks = stack.enter_context(TaskPool(task_pool_path(run_dir)))
+        episodes, evaluations = EpisodeLog(run_dir), EvaluationLog(run_dir)
+        if is_resume:
+            for records in (tasks, episodes, evaluations):
+                records.drop_after(step)
+        total = sum(phase.num_steps for phase in method.phases)
+        yield Run(
+            config=config, run_dir=run_dir, text=text, mesh=mesh, param_shardings=shardings(mesh, axes),
+            engine=engine, setting=setting, corpus=corpus, method=method, checkpointer=checkpointer,
+            metrics=stack.enter_context(MetricsWriter(run_dir, resume_step=step if is_resume else None)),
+            episodes=episodes, tasks=tasks, evaluations=evaluations,
+            progress=stack.enter_context(Progress(total, config.method, start_step=step, console=console)),
+            console=console, step=step, seconds=dict(manifest["seconds"]) if manifest else {},
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Arrays:
+    """What a run keeps on the device between steps. `reference` is the policy at the phase's start, if KL needs it."""
+
+    state: TrainState
+    reference: Params | None
+
+    def tree(self) -> dict[str, Any]:
+        return {"state": self.state, "reference": self.reference or {}}
+
+
+def begin_phase(
+    run: Run, optimizer: optax.GradientTransformation, params: Params | None, has_reference: bool
+) -> Arrays:
+    """Fresh optimizer state around `params`, which are loaded from the model where there are none yet."""
+    if params is None:
+        params = load_params(run.text.source, dtype=jnp.float32, shardings=run.param_shardings)
+        check_vocabulary(run.text, params)
+    reference = jax.tree.map(jnp.copy, params) if has_reference else None
+    return Arrays(init_state(params, optimizer, run.param_shardings), reference)
+
+
+def restore_arrays(run: Run, optimizer: optax.GradientTransformation, has_reference: bool) -> Arrays:
+    """The arrays of the checkpoint at the run's step, on the run's mesh."""
+    abstract = abstract_arrays(run.text.source.sizes, optimizer, run.param_shardings, has_reference)
+    tree, _ = run.checkpointer.restore(run.step, abstract)
+    return Arrays(tree["state"], tree["reference"] or None)
+
+
+def abstract_arrays(
+    sizes: Any, optimizer: optax.GradientTransformation, param_shardings: Params, has_reference: bool
+) -> dict[str, Any]:
+    """`Arrays.tree()` as shapes with shardings."""
+    params = abstract_params(sizes)
+    state = {
+        "params": params,
+        "opt_state": jax.eval_shape(optimizer.init, params),
+        "step": jax.ShapeDtypeStruct((), jnp.int32),
+    }
+    tree = {"state": state, "reference": params if has_reference else {}}
+    placed = {
+        "state": state_shardings(optimizer, params, param_shardings),
+        "reference": param_shardings if has_reference else {},
+    }
+    return jax.tree.map(
+        lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding), tree, placed
+    )
+
+
+def save_checkpoint(run: Run, phase_number: int, arrays: Arrays) -> None:
+    """Begins to save everything that the run needs to go on."""
+    manifest = {
+        "phase": phase_number,
+        "method": run.method.state(),
+        "seconds": dict(run.seconds),
+        "model": run.config.model.name,
+    }
+    run.checkpointer.save(run.step, arrays.tree(), manifest)

@@ -1,0 +1,250 @@
+"""The sampler's decisions on the host: shape buckets, which prompts share a prefill call, where a sample ends.
+
+Everything here is a pure function of its arguments; arrays are numpy.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxsp.config import UserError
+from jaxsp.trajectory import FinishReason, GenerateRequest
+
+STOP_IDS_PER_SLOT = 8
+"""Stop ids that the device looks at. More than these end a sample too, but only when the chunk reaches the host."""
+
+SMALLEST_CONTEXT = 64
+SMALLEST_PROMPT = 32
+
+
+class Slots(NamedTuple):
+    """What decoding needs to know of each row, one value per row (B rows): numpy on the host, traced on device.
+
+    The keys and values of `length` tokens are cached; `last_token` follows them and is not cached yet.
+    """
+
+    last_token: Any  # int32 [B]
+    length: Any  # int32 [B]
+    token_index: Any  # int32 [B], tokens sampled so far
+    num_left: Any  # int32 [B], tokens that may still be sampled
+    is_active: Any  # bool [B]
+    seed: Any  # uint32 [B, 2], high and low word
+    temperature: Any  # float32 [B]
+    top_k: Any  # int32 [B]
+    top_p: Any  # float32 [B]
+    min_p: Any  # float32 [B]
+    stop_ids: Any  # int32 [B, STOP_IDS_PER_SLOT], -1 where there is none
+
+
+def make_slots(num_rows: int, rows: Iterable[tuple[GenerateRequest, Sequence[int]]]) -> Slots:
+    """Arrays for `num_rows` rows, of which the first hold `rows` (a request and its tokens so far) and decode."""
+    slots = Slots(
+        last_token=np.zeros(num_rows, np.int32),
+        length=np.zeros(num_rows, np.int32),
+        token_index=np.zeros(num_rows, np.int32),
+        num_left=np.zeros(num_rows, np.int32),
+        is_active=np.zeros(num_rows, np.bool_),
+        seed=np.zeros((num_rows, 2), np.uint32),
+        temperature=np.zeros(num_rows, np.float32),
+        top_k=np.zeros(num_rows, np.int32),
+        top_p=np.ones(num_rows, np.float32),
+        min_p=np.zeros(num_rows, np.float32),
+        stop_ids=np.full((num_rows, STOP_IDS_PER_SLOT), -1, np.int32),
+    )
+    for row, (request, sampled) in enumerate(rows):
+        slots.last_token[row] = sampled[-1] if sampled else request.tokens[-1]
+        slots.length[row] = len(request.tokens) + len(sampled) - 1
+        slots.token_index[row] = len(sampled)
+        slots.num_left[row] = request.max_tokens - len(sampled)
+        slots.is_active[row] = True
+        slots.seed[row] = (request.seed >> 32 & 0xFFFFFFFF, request.seed & 0xFFFFFFFF)
+        slots.temperature[row] = request.temperature
+        slots.top_k[row] = min(request.top_k, np.iinfo(np.int32).max)
+        slots.top_p[row] = request.top_p
+        slots.min_p[row] = request.min_p
+        stop_ids = request.stop_ids[:STOP_IDS_PER_SLOT]
+        slots.stop_ids[row, : len(stop_ids)] = stop_ids
+    return slots
+
+
+def check_request(request: GenerateRequest, *, max_context: int, vocab_size: int) -> None:
+    """Raises `UserError` naming the field of a request that cannot be meant, or cannot fit."""
+    if not request.tokens:
+        raise UserError("tokens: the prompt is empty; a sample needs at least one token to follow")
+    outside = [token for token in request.tokens if not 0 <= token < vocab_size]
+    if outside:
+        raise UserError(f"tokens: id {outside[0]} is outside the model's vocabulary of {vocab_size}")
+    if request.max_tokens < 1:
+        raise UserError(f"max_tokens = {request.max_tokens} is below 1")
+    if not request.temperature >= 0 or request.temperature == float("inf"):
+        raise UserError(f"temperature = {request.temperature} is not a number from 0 (greedy) upwards")
+    if request.top_k < 0:
+        raise UserError(f"top_k = {request.top_k} is below 0 (0 switches it off)")
+    if not 0 < request.top_p <= 1:
+        raise UserError(f"top_p = {request.top_p} is outside (0, 1] (1 switches it off)")
+    if not 0 <= request.min_p < 1:
+        raise UserError(f"min_p = {request.min_p} is outside [0, 1) (0 switches it off)")
+    if any(not stop for stop in request.stop_strings):
+        raise UserError("stop_strings: an empty string would end every sample at once")
+    total = len(request.tokens) + request.max_tokens
+    if total > max_context:
+        raise UserError(
+            f"a request of {total} tokens (prompt {len(request.tokens)} + max_tokens {request.max_tokens}) exceeds "
+            f"sampler.max_context = {max_context}; shorten the prompt, lower max_tokens or raise sampler.max_context"
+        )
+
+
+def row_buckets(num_slots: int) -> tuple[int, ...]:
+    """Row counts that programs are compiled for: powers of 4, and `num_slots` itself."""
+    return (*_powers(1, 4, num_slots), num_slots)
+
+
+def context_buckets(max_context: int) -> tuple[int, ...]:
+    """Positions that the cache may hold: powers of 2 from `SMALLEST_CONTEXT`, and `max_context` itself."""
+    return (*_powers(SMALLEST_CONTEXT, 2, max_context), max_context)
+
+
+def prompt_buckets(prefill_tokens: int) -> tuple[int, ...]:
+    """Lengths of a prefill call: `SMALLEST_PROMPT` times powers of 2 and 1.5 times these, up to `prefill_tokens`.
+
+    Prefill is bound by arithmetic, so padding costs what it adds: at most a third here.
+    """
+    steps = {*_powers(SMALLEST_PROMPT, 2, prefill_tokens), *_powers(SMALLEST_PROMPT * 3 // 2, 2, prefill_tokens)}
+    return (*sorted(steps), prefill_tokens)
+
+
+def _powers(first: int, factor: int, limit: int) -> list[int]:
+    """`first * factor^i` below `limit`."""
+    values = []
+    while first < limit:
+        values.append(first)
+        first *= factor
+    return values
+
+
+def bucket(size: int, buckets: Sequence[int]) -> int:
+    """The smallest of the ascending `buckets` that holds `size`. Raises ValueError if none does."""
+    for candidate in buckets:
+        if size <= candidate:
+            return candidate
+    raise ValueError(f"{size} is above the largest bucket {buckets[-1]}")
+
+
+@dataclass(frozen=True)
+class PrefillCall:
+    """Prompts computed together.
+
+    Attributes:
+        prompts: indices of the prompts; at most `num_rows` of them, the rest is padding.
+        num_rows: rows of the call.
+        chunks: (start, length) of each device call over the positions; one, unless the prompt is longer than a call.
+    """
+
+    prompts: tuple[int, ...]
+    num_rows: int
+    chunks: tuple[tuple[int, int], ...]
+
+    @property
+    def capacity(self) -> int:
+        """Positions that the prompts' cache must hold."""
+        return sum(self.chunks[-1])
+
+
+def plan_prefill(lengths: Sequence[int], prefill_tokens: int) -> list[PrefillCall]:
+    """Calls that cover prompts of these lengths, shapes from small tables, at most `prefill_tokens` a device call.
+
+    Prompts of one length bucket go together, 4^i at a time (a call may be padded with up to a quarter of its rows);
+    a prompt longer than `prefill_tokens` goes alone, in several device calls.
+    """
+    buckets = prompt_buckets(prefill_tokens)
+    calls: list[PrefillCall] = []
+    by_bucket: dict[int, list[int]] = {}
+    for index, length in enumerate(lengths):
+        if length <= prefill_tokens:
+            by_bucket.setdefault(bucket(length, buckets), []).append(index)
+            continue
+        starts = range(0, length, prefill_tokens)
+        chunks = tuple((start, bucket(min(length - start, prefill_tokens), buckets)) for start in starts)
+        calls.append(PrefillCall((index,), 1, chunks))
+    for size, indices in sorted(by_bucket.items()):
+        while indices:
+            num_rows = max(
+                rows
+                for rows in (*_powers(1, 4, prefill_tokens + 1),)
+                if rows == 1 or (rows * size <= prefill_tokens and len(indices) >= 3 * rows // 4)
+            )
+            calls.append(PrefillCall(tuple(indices[:num_rows]), num_rows, ((0, size),)))
+            indices = indices[num_rows:]
+    return calls
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Where a sample ends: its first `num_tokens` tokens, and its text."""
+
+    num_tokens: int
+    text: str
+    finish_reason: FinishReason
+
+
+def find_ending(
+    request: GenerateRequest, tokens: Sequence[int], num_checked: int, decode_text: Callable[[Sequence[int]], str]
+) -> Ending | None:
+    """How `tokens`, of which the first `num_checked` are known to go on, end the sample; None if they do not.
+
+    A stop id or a completed stop string ends it, whichever comes first, else `max_tokens`. A stop string counts from
+    the token that completes it in the decoded text, wherever it began; the text is cut before it.
+    """
+    stop = next((i + 1 for i in range(num_checked, len(tokens)) if tokens[i] in request.stop_ids), None)
+    end = min(stop or len(tokens), request.max_tokens)
+    if request.stop_strings:
+        whole = decode_text(tokens[:end])
+        if any(string in whole for string in request.stop_strings):
+            for num_tokens in range(num_checked + 1, end + 1):
+                text = whole if num_tokens == end else decode_text(tokens[:num_tokens])
+                found = [at for string in request.stop_strings if (at := text.find(string)) >= 0]
+                if found:
+                    return Ending(num_tokens, text[: min(found)], "stop")
+    if end == stop:
+        return Ending(end, decode_text(tokens[:end]), "stop")
+    return Ending(end, decode_text(tokens[:end]), "length") if end == request.max_tokens else None
+
+
+@dataclass
+class Counts:
+    """What the engine has done, added up."""
+
+    requests: int = 0
+    prefill_tokens: int = 0
+    shared_prompt_tokens: int = 0
+    """Prompt tokens that were not computed, because another row of the wave had the same prompt."""
+    padding_tokens: int = 0
+    sampled_tokens: int = 0
+    decode_steps: int = 0
+    row_steps: int = 0
+    """Rows computed, summed over decode steps."""
+    used_row_steps: int = 0
+    """Of these, rows that made a token."""
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+    def metrics(self, num_slots: int) -> dict[str, float]:
+        """Counts, seconds, and shares of the work done."""
+        seconds = self.prefill_s + self.decode_s
+        prompt_tokens = self.prefill_tokens + self.shared_prompt_tokens
+        return {
+            "sampler/num_requests": self.requests,
+            "sampler/num_prefill_tokens": self.prefill_tokens,
+            "sampler/num_shared_prompt_tokens": self.shared_prompt_tokens,
+            "sampler/shared_prompt_frac": self.shared_prompt_tokens / max(prompt_tokens, 1),
+            "sampler/prefill_padding_frac": self.padding_tokens / max(self.prefill_tokens + self.padding_tokens, 1),
+            "sampler/num_sampled_tokens": self.sampled_tokens,
+            "sampler/num_decode_steps": self.decode_steps,
+            "sampler/slot_occupancy_frac": self.used_row_steps / max(self.decode_steps * num_slots, 1),
+            "sampler/row_padding_frac": 1 - self.used_row_steps / self.row_steps if self.row_steps else 0.0,
+            "sampler/prefill_s": self.prefill_s,
+            "sampler/decode_s": self.decode_s,
+            "sampler/tokens_per_s": self.sampled_tokens / seconds if seconds else 0.0,
+        }

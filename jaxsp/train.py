@@ -1,0 +1,222 @@
+"""The program: for each phase, play, learn, hand the new weights to the sampler, write everything down.
+
+Host processes start before JAX does. Every random draw follows from the run's seed and the names of who draws, and
+one checkpoint holds all that changes, so a run that is killed and resumed ends with the same bits (on CPU).
+"""
+
+import asyncio
+import contextlib
+import functools
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+from rich.console import Console
+
+from jaxsp.checkpoint import RunLock
+from jaxsp.config import RunConfig, UsageError
+from jaxsp.evaluate import evaluate_challenger, evaluate_reasoner, heldout_documents, read_questions
+from jaxsp.learner.learn import Packing, PolicyGradient, imitate, reinforce
+from jaxsp.learner.state import TrainState, make_optimizer
+from jaxsp.learner.update import make_logprobs_fn, make_update, make_warm_start_update
+from jaxsp.mesh import initialize_distributed, partition_spec
+from jaxsp.methods.phase import Phase, StepPlace
+from jaxsp.model.decoder import Params
+from jaxsp.report import print_report
+from jaxsp.rollout.collect import Played
+from jaxsp.rollout.roles import Sampling
+from jaxsp.run import Arrays, Run, begin_phase, open_run, restore_arrays, save_checkpoint
+from jaxsp.trajectory import Group
+from jaxsp.verifiers.verify import make_verifier_pool
+
+Learn = Callable[[TrainState, tuple[Group, ...]], tuple[TrainState, dict[str, float]]]
+
+
+def train(config: RunConfig, run_dir: Path, *, is_resume: bool, console: Console) -> bool:
+    """Runs the schedule of `config` in `run_dir`, from its newest checkpoint if `is_resume`; True if it got to the end.
+
+    SIGTERM and the first Ctrl-C finish the step, save and stop. Raises `UserError` for what the user can mend.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(RunLock(run_dir))
+        pool = stack.enter_context(make_verifier_pool(config.verifier.num_workers, config.verifier.timeout_s))
+        if initialize_distributed() and jax.process_count() > 1:
+            raise UsageError("training runs in one process: start it on one host, whose devices `mesh` describes")
+        run = stack.enter_context(open_run(config, run_dir, pool, console, is_resume))
+        should_stop = stack.enter_context(_stop_signals())
+        is_done = asyncio.run(_run_schedule(run, should_stop))
+    if is_done:
+        print_report(run_dir, run.seconds, console)
+    return is_done
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[Callable[[], bool]]:
+    """A function that says whether SIGTERM or Ctrl-C came; a second Ctrl-C interrupts at once."""
+    received: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        received.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield lambda: bool(received)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+async def _run_schedule(run: Run, should_stop: Callable[[], bool]) -> bool:
+    """Every phase from where the run stands; False if it was asked to stop before the end."""
+    arrays: Arrays | None = None
+    first_step = 0
+    for number, phase in enumerate(run.method.phases):
+        last_step = first_step + phase.num_steps
+        is_last_phase = number == len(run.method.phases) - 1
+        if run.step < last_step or (is_last_phase and run.step == last_step):
+            arrays, learn = _enter_phase(run, phase, None if arrays is None else arrays.state["params"], first_step)
+            run.progress.phase(phase.name, phase.num_steps, done=run.step - first_step)
+            while run.step < last_step:
+                await _evaluate_if_due(run, phase, first_step)
+                arrays = await _one_step(run, phase, learn, arrays, run.step - first_step)
+                is_stopping = should_stop()
+                if is_stopping or run.step == last_step or run.step % run.config.checkpoint.every_steps == 0:
+                    with run.measure("checkpoint"):
+                        save_checkpoint(run, number, arrays)
+                if is_stopping and run.step < last_step:
+                    return False
+        first_step = last_step
+    await _evaluate_if_due(run, run.method.phases[-1], run.step)
+    return True
+
+
+async def _one_step(run: Run, phase: Phase, learn: Learn, arrays: Arrays, step_in_phase: int) -> Arrays:
+    """Plays, learns, and hands the weights on; then writes the step's records."""
+    seconds_before = dict(run.seconds)
+    run.engine.reset_stats()
+    with run.measure("rollout"):
+        played = await phase.play(StepPlace(run.step, step_in_phase, run.config.seed, run.progress.activity))
+    with run.measure("update"):
+        run.progress.activity("update", 0, 1)
+        state, learned = learn(arrays.state, played.groups)
+    with run.measure("sync"):
+        run.engine.load(state["params"], policy_version=run.step + 1)
+    run.checkpointer.check()
+    run.step += 1
+    run.tasks.add(played.tasks)
+    if played.episodes:
+        run.episodes.write(run.step, played.episodes)
+    times = {
+        f"time/{part}_s": run.seconds[part] - seconds_before.get(part, 0.0) for part in ("rollout", "update", "sync")
+    }
+    sampled = run.engine.stats() if played.episodes else {}
+    run.metrics.write(run.step, {**played.metrics, **learned, **sampled, **times})
+    run.progress.advance(**_shown(played, learned))
+    return Arrays(state, arrays.reference)
+
+
+def _shown(played: Played, learned: dict[str, float]) -> dict[str, float]:
+    names = {"valid": "challenger/valid_frac", "reward": "challenger/reward_mean", "accuracy": "reasoner/accuracy_frac"}
+    shown = {label: played.metrics[name] for label, name in names.items() if name in played.metrics}
+    return shown or {"loss": learned.get("policy/loss", 0.0)}
+
+
+def _enter_phase(run: Run, phase: Phase, params: Params | None, first_step: int) -> tuple[Arrays, Learn]:
+    """The arrays at the run's place in `phase`, loaded into the sampler, and the function that learns in it.
+
+    They are handed on from the phase before (`params`), restored from the checkpoint, or fresh from the model.
+    """
+    learner = run.config.learner
+    optimizer = make_optimizer(
+        phase.learning_rate,
+        beta1=learner.beta1,
+        beta2=learner.beta2,
+        weight_decay=learner.weight_decay,
+        max_grad_norm=learner.max_grad_norm,
+    )
+    has_reference = phase.objective == "reinforce" and learner.kl_coef > 0
+    with run.measure("load"):
+        if params is None and run.step > first_step:
+            arrays = restore_arrays(run, optimizer, has_reference)
+        elif params is None and run.step:
+            arrays = _restore_end_of_phase(run, optimizer, has_reference)
+        else:
+            arrays = begin_phase(run, optimizer, params, has_reference)
+        run.engine.load(arrays.state["params"], policy_version=run.step)
+    return arrays, _make_learn(run, phase, optimizer, arrays.reference)
+
+
+def _restore_end_of_phase(run: Run, optimizer: optax.GradientTransformation, has_reference: bool) -> Arrays:
+    """A phase begun from a checkpoint at the end of the phase before: its weights, and a fresh optimizer."""
+    before = run.method.phases[run.checkpointer.read_manifest(run.step)["phase"]]
+    had_reference = before.objective == "reinforce" and run.config.learner.kl_coef > 0
+    return begin_phase(run, optimizer, restore_arrays(run, optimizer, had_reference).state["params"], has_reference)
+
+
+def _make_learn(run: Run, phase: Phase, optimizer: optax.GradientTransformation, reference: Params | None) -> Learn:
+    learner, mesh = run.config.learner, run.mesh
+    common = {
+        "compute_dtype": jnp.dtype(run.config.model.compute_dtype),
+        "logits_chunk": learner.logits_chunk,
+        "param_shardings": run.param_shardings,
+        "batch_sharding": jax.sharding.NamedSharding(mesh, partition_spec((None, "batch"))),
+    }
+    packing = Packing(
+        learner.row_tokens, learner.rows_per_microbatch, row_multiple=mesh.shape["data"] * mesh.shape["fsdp"]
+    )
+    sizes = run.text.source.sizes
+    if phase.objective == "imitate":
+        return functools.partial(imitate, make_warm_start_update(sizes, optimizer, **common), packing)
+    update = make_update(
+        sizes,
+        optimizer,
+        clip_low=learner.clip_low,
+        clip_high=learner.clip_high,
+        importance_cap=learner.importance_cap,
+        kl_coef=learner.kl_coef,
+        **common,
+    )
+    parts = PolicyGradient(
+        update,
+        make_logprobs_fn(sizes, **common),
+        packing,
+        learner.advantage,
+        learner.trajectories_per_update,
+        reference,
+    )
+    return lambda state, groups: reinforce(parts, state, groups, phase.normaliser)
+
+
+async def _evaluate_if_due(run: Run, phase: Phase, due_step: int) -> None:
+    """Evaluates before the step `due_step`, and every `evaluation.every_steps` steps of self-play, once each."""
+    config = run.config.evaluation
+    is_regular = config.every_steps > 0 and run.step % config.every_steps == 0
+    if phase.objective == "imitate" or not (run.step == due_step or is_regular) or run.evaluations.has(run.step):
+        return
+    seed = run.config.seed
+    with run.measure("evaluation"):
+        reasoner = challenger = None
+        if config.questions is not None:
+            run.progress.activity("evaluation: reasoner", 0, 1)
+            sampling = Sampling(run.config.spice.reasoner_max_tokens, config.temperature)
+            questions = read_questions(config.questions)
+            reasoner = await evaluate_reasoner(questions, run.setting, sampling, config.num_samples, seed)
+        if config.documents is not None:
+            run.progress.activity("evaluation: challenger", 0, 1)
+            challenger = await evaluate_challenger(
+                heldout_documents(config.documents, run.text.tokenizer, run.config.corpus.max_segment_tokens),
+                run.setting,
+                Sampling(run.config.spice.challenger_max_tokens, run.config.spice.temperature),
+                config.challenger_samples,
+                run.config.spice.is_grounded_only,
+                seed,
+            )
+        scalars = run.evaluations.write(run.step, reasoner, challenger)
+    shown = ", ".join(
+        f"{name.removeprefix('evaluation/').removesuffix('_frac')} {v:.0%}" for name, v in scalars.items()
+    )
+    run.progress.log(f"evaluation at step {run.step}: {shown}")
