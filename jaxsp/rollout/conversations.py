@@ -23,7 +23,7 @@ def read_conversations(path: str) -> list[list[Message]]:
     """
     file = Path(str(corpus.__file__)).parent / "warm_start.jsonl" if path == "embedded" else Path(path)
     try:
-        lines = file.read_text().splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")  # str.splitlines also cuts at U+2028, which JSON may hold
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"warm_start.conversations: {file} cannot be read: {error}") from error
     conversations = [_read(line, f"{file}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
@@ -53,12 +53,14 @@ def draw_conversations(
     conversations: Sequence[list[Message]], batch_size: int, step: int, seed: int
 ) -> list[list[Message]]:
     """The batch of a step: consecutive parts of a shuffled order, shuffled anew for every pass over the data."""
-    batch = []
+    batch: list[list[Message]] = []
+    orders: dict[int, list[int]] = {}
     for index in range(step * batch_size, (step + 1) * batch_size):
         passes, place = divmod(index, len(conversations))
-        order = list(range(len(conversations)))
-        random.Random(derive_seed(seed, "conversations", passes)).shuffle(order)
-        batch.append(conversations[order[place]])
+        if passes not in orders:
+            orders[passes] = list(range(len(conversations)))
+            random.Random(derive_seed(seed, "conversations", passes)).shuffle(orders[passes])
+        batch.append(conversations[orders[passes][place]])
     return batch
 
 

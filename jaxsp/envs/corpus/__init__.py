@@ -1,1 +1,2 @@
-"""The embedded corpus: short documents, held-out questions and warm-start conversations, all made by `generate.py`."""
+"""The embedded corpus: short documents, held-out questions (made by `generate.py`) and warm-start
+conversations (made by `jaxsp.rollout.warm_start`)."""

@@ -35,7 +35,7 @@ def _is_held_out(index: int) -> bool:
 
 
 def definition_documents(seed: int, count: int, is_held_out: bool) -> list[dict]:
-    """Documents of two definitions of one topic (held out: of the sixth word of each topic, with a training word)."""
+    """Documents of two definitions of one topic (held out: one, of the sixth word of a topic)."""
     rng, rows = random.Random(seed), []
     while len(rows) < count:
         entries = DEFINITIONS[rng.choice(sorted(DEFINITIONS))]
@@ -48,7 +48,10 @@ def definition_documents(seed: int, count: int, is_held_out: bool) -> list[dict]
 
 
 def relation_documents(seed: int, count: int, is_held_out: bool) -> list[dict]:
-    """Documents of two relations of one sort, asked as multiple choice with answers of the same sort."""
+    """Documents of two relations of one sort (held out: one, the sixth of a sort), asked as multiple choice.
+
+    The wrong options are answers of the same sort, held-out ones among them.
+    """
     rng, rows = random.Random(seed), []
     while len(rows) < count:
         pattern = rng.choice(sorted(RELATIONS))
@@ -74,7 +77,8 @@ def _article(word: str) -> str:
 
 
 def heldout_questions(seed: int) -> list[dict]:
-    """Questions with references: each quantity kind equally often, and every held-out definition and relation once."""
+    """Questions with references: each quantity kind equally often, every held-out definition once, and the held-out
+    relation of each sort with its options in several orders."""
     rng, pairs, rows = random.Random(seed), number_pairs(is_held_out=True), []
     seen: set[str] = set()
     for kind in KINDS:

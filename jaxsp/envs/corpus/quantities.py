@@ -175,6 +175,8 @@ def make_document(
 _ADD_WORDS = re.compile(r"\b(in all|altogether|together|in total|total|both|at first|sum)\b")
 _TAKE_WORDS = re.compile(r"\b(left|more|older|younger|fewer|less|remain|remaining|farther|further|longer|difference)\b")
 
+_REST_WORDS = re.compile(r"\b(left|remain|remaining)\b")
+
 
 def solve(text: str) -> int | None:
     """The answer to a one-step question in the manner of this corpus, read from its words; None if it has none.
@@ -187,4 +189,6 @@ def solve(text: str) -> int | None:
     adds, takes = bool(_ADD_WORDS.search(asked)), bool(_TAKE_WORDS.search(asked))
     if len(numbers) != 2 or adds == takes or not asked.endswith("?"):
         return None
+    if _REST_WORDS.search(asked) and numbers[0] < numbers[1]:
+        return None  # more was taken than there was
     return sum(numbers) if adds else abs(numbers[0] - numbers[1])

@@ -1,0 +1,103 @@
+import pytest
+
+from jaxsp.rollout.prompts import Proposal
+from jaxsp.rollout.validity import MAX_QUESTION_CHARACTERS, rejection_reason
+
+DOCUMENT = (
+    "Anna has 3 red cups and 4 blue cups, so Anna has 7 cups in all. Ben had 9 pens and lost 4 of them, 5 are left."
+)
+SUM = "Anna has 3 red cups and 4 blue cups. How many cups does Anna have in all?"
+OPTIONS = "Which is prime? A) 4 B) 6 C) 7 D) 8"
+
+
+def reason(question: str, answer: str, answer_type, is_grounded_only: bool = False) -> str | None:
+    return rejection_reason(Proposal(question, answer, answer_type), DOCUMENT, is_grounded_only)
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "answer_type"),
+    [
+        (SUM, "7", "integer"),
+        ("What is 2 - 5?", "-3", "integer"),
+        ("What is ten to the fourteenth?", "1" + 14 * "0", "integer"),
+        ("Which river runs through Cairo?", "Nile", "string"),
+        ("Who wrote it?", "Johann Sebastian Bach", "string"),
+        ("What is half of x?", r"\frac{x}{2}", "expression"),
+        (OPTIONS, "C", "choice"),
+        ("Which?\nA. one\nB. two\nC. three\nD. four", "A", "choice"),
+        ("Which?\n(A) one\n(B) two\n(C) three\n(D) four", "D", "choice"),
+        ("Why?\nA: one\nB: two\nC: three\nD: four", "B", "choice"),
+        ("What is the context of a textile?", "wool", "string"),  # words that only contain a forbidden one
+    ],
+)
+def test_a_well_formed_task_is_valid(question, answer, answer_type):
+    assert reason(question, answer, answer_type) is None
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "answer_type", "expected"),
+    [
+        ("", "7", "integer", "empty_question"),
+        ("", "", "integer", "empty_question"),
+        (SUM, "", "integer", "empty_answer"),
+        ("x" * (MAX_QUESTION_CHARACTERS + 1), "7", "integer", "too_long"),
+        ("What does the text say?", "7", "integer", "refers_to_source"),
+        ("In this passage, who ran?", "Ben", "string", "refers_to_source"),
+        ("From the given document, what is x?", "2", "integer", "refers_to_source"),
+        ("In the ABOVE paragraph, what is x?", "2", "integer", "refers_to_source"),
+        ("What does The Author claim?", "little", "string", "refers_to_source"),
+        ("According to the study, what is x?", "2", "integer", "refers_to_source"),
+        (SUM, "7 cups", "integer", "not_an_integer"),
+        (SUM, "7.0", "integer", "not_an_integer"),
+        (SUM, "1,000", "integer", "not_an_integer"),
+        (SUM, "seven", "integer", "not_an_integer"),
+        (SUM, "--7", "integer", "not_an_integer"),
+        (SUM, "\N{ARABIC-INDIC DIGIT SEVEN}", "integer", "not_an_integer"),
+        (SUM, 16 * "9", "integer", "not_an_integer"),
+        ("Who wrote it?", "one of the Bachs", "string", "too_many_words"),
+        (OPTIONS, "c", "choice", "not_a_letter"),
+        (OPTIONS, "C)", "choice", "not_a_letter"),
+        (OPTIONS, "7", "choice", "not_a_letter"),
+        (OPTIONS + " E) 9", "C", "choice", "not_four_options"),
+        (OPTIONS + " E) 9", "E", "choice", "not_a_letter"),
+        ("Which is prime? A) 4 B) 6 C) 7", "C", "choice", "not_four_options"),
+        ("Which is prime, 4, 6, 7 or 8?", "C", "choice", "not_four_options"),
+        ("Which \ud800?", "Nile", "string", "not_unicode"),
+        ("Which?", "\udfff", "string", "not_unicode"),
+    ],
+)
+def test_each_broken_rule_has_its_reason(question, answer, answer_type, expected):
+    assert reason(question, answer, answer_type) == expected
+
+
+def test_a_question_of_the_greatest_length_is_valid():
+    assert reason("x" * MAX_QUESTION_CHARACTERS, "7", "integer") is None
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "expected"),
+    [
+        (SUM, "7", None),
+        ("Ben had 9 pens and lost 4. How many are left?", "5", None),
+        ("Cups: 4 and 4. How many in all?", "7", None),  # 4 stands in the document twice
+        (SUM.replace("?", "."), "7", "not_a_question"),
+        ("How many cups does Anna have in all?", "7", "too_few_numbers"),
+        ("Anna has 3 cups. How many more make 7?", "4", None),
+        ("Anna has 3 red cups and 3 blue cups. How many in all?", "7", "not_grounded"),  # 3 stands there once
+        ("Anna has 3 red cups and 7 blue cups. How many in all?", "7", "not_grounded"),  # so does 7, used twice
+        ("Anna has 3 red cups and 6 blue cups. How many in all?", "9", "not_grounded"),
+        (SUM, "12", "not_grounded"),
+    ],
+)
+def test_grounded_only_takes_numbers_from_the_document_no_more_often_than_they_stand_there(question, answer, expected):
+    assert reason(question, answer, "integer", is_grounded_only=True) == expected
+    assert reason(question, answer, "integer", is_grounded_only=False) is None
+
+
+def test_grounding_asks_nothing_of_other_answer_types():
+    for question, answer, answer_type in (
+        (OPTIONS, "C", "choice"),
+        ("Who wrote it?", "Bach", "string"),
+        ("What is half of 55?", "55/2", "expression"),
+    ):
+        assert reason(question, answer, answer_type, is_grounded_only=True) is None
