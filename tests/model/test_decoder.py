@@ -1,0 +1,92 @@
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from model_forward import GOLDEN, full_hidden, full_logits
+
+from jaxsp.model.attention import attention
+from jaxsp.model.decoder import abstract_params, hidden_states, init_params, logical_axes, scalar_scores, unstack_layers
+from jaxsp.model.hf_weights import load_hf_params
+from jaxsp.model.sizes import sizes_from_hf_config
+from jaxsp.model.source import load_params, open_model
+
+LANGUAGE_MODELS = ("qwen3_tied", "qwen3_untied", "llama3_scaled", "llama_bias")
+
+
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def test_logits_equal_those_of_transformers(name):
+    source = open_model(str(GOLDEN / name))
+    expected = np.load(GOLDEN / name / "expected.npz")
+    found = full_logits(source.sizes, load_params(source), expected["tokens"])
+    np.testing.assert_allclose(found, expected["logits"], atol=1e-4)
+
+
+def test_scores_of_a_sequence_classifier_equal_those_of_transformers_at_the_last_token():
+    source = open_model(str(GOLDEN / "qwen3_score"))
+    expected = np.load(GOLDEN / "qwen3_score" / "expected.npz")
+    params = load_params(source)
+    assert source.sizes.num_labels == 3 and "lm_head" not in params
+    hidden = full_hidden(source.sizes, params, expected["tokens"])
+    found = scalar_scores(params, hidden, jnp.asarray(expected["last_index"], jnp.int32))
+    np.testing.assert_allclose(found, expected["logits"], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def test_config_of_transformers_4_gives_the_same_logits_as_that_of_5(name):
+    config = json.loads((GOLDEN / name / "config.json").read_text())
+    nested = config.pop("rope_parameters")
+    config["rope_theta"] = nested.pop("rope_theta")
+    config["rope_scaling"] = nested if nested["rope_type"] != "default" else None
+    new, old = open_model(str(GOLDEN / name)).sizes, sizes_from_hf_config(config)
+    assert old == new
+    expected = np.load(GOLDEN / name / "expected.npz")
+    params = load_hf_params(GOLDEN / name, old)
+    np.testing.assert_allclose(full_logits(old, params, expected["tokens"]), expected["logits"], atol=1e-4)
+
+
+def test_rope_theta_and_rope_scaling_change_the_logits():
+    for name, change in (
+        ("qwen3_tied", {"rope_parameters": {"rope_theta": 100.0}}),
+        ("llama3_scaled", {"rope_parameters": {"rope_theta": 10_000.0}}),
+    ):
+        config = json.loads((GOLDEN / name / "config.json").read_text())
+        expected = np.load(GOLDEN / name / "expected.npz")
+        sizes = sizes_from_hf_config(config | change)
+        found = full_logits(sizes, load_hf_params(GOLDEN / name, sizes), expected["tokens"])
+        assert np.abs(found - expected["logits"]).max() > 0.1
+
+
+def test_unrolled_layers_and_recomputed_layers_give_what_scanned_layers_give():
+    source = open_model(str(GOLDEN / "qwen3_tied"))
+    params = load_params(source)
+    tokens = jnp.asarray(np.load(GOLDEN / "qwen3_tied" / "expected.npz")["tokens"][:, :12])
+    positions = jnp.broadcast_to(jnp.arange(12), tokens.shape)
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((12, 12), bool)), (2, 12, 12))
+
+    @functools.partial(jax.jit, static_argnames="remat")
+    def run(p, remat=False):
+        return hidden_states(
+            source.sizes, p, tokens, positions, lambda q, k, v, c: (attention(q, k, v, mask), c), remat=remat
+        )[0]
+
+    np.testing.assert_allclose(run(unstack_layers(params)), run(params), atol=1e-5)
+    np.testing.assert_allclose(run(params, remat=True), run(params), atol=1e-6)
+
+
+def test_every_parameter_has_one_logical_axis_per_dimension():
+    for name in (*LANGUAGE_MODELS, "qwen3_score"):
+        sizes = open_model(str(GOLDEN / name)).sizes
+        shapes = jax.tree.map(lambda leaf: len(leaf.shape), abstract_params(sizes))
+        names = jax.tree.map(len, logical_axes(sizes), is_leaf=lambda leaf: isinstance(leaf, tuple))
+        assert shapes == names
+
+
+def test_random_parameters_depend_on_the_key_and_differ_between_layers():
+    sizes = open_model(str(GOLDEN / "qwen3_tied")).sizes
+    make = jax.jit(lambda seed: init_params(sizes, jax.random.key(seed)))
+    first, second = (make(seed)["layers"]["q"]["kernel"] for seed in (0, 1))
+    assert first.shape == (2, 32, 4, 12)
+    assert not np.allclose(first, second) and not np.allclose(first[0], first[1])
