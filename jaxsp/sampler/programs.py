@@ -153,15 +153,12 @@ def _decode(
     Row b's new tokens are the first `num_new[b]` of its line. A row stops after a stop id or its last allowed token.
     """
     num_rows, capacity = cache[0][0].shape[0], cache[0][0].shape[2]
-    rows = jnp.arange(num_rows)
 
     def attend_at(length: Array) -> decoder.Attend:
         mask = (jnp.arange(capacity)[None] <= length[:, None])[:, None]
 
         def attend(q: Array, k: Array, v: Array, entry: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
-            keys, values = (
-                old.at[rows, :, length].set(new[:, 0], mode="drop") for old, new in zip(entry, (k, v), strict=True)
-            )
+            keys, values = (_write_token(old, new[:, 0], length) for old, new in zip(entry, (k, v), strict=True))
             return _cached_attention(q, keys, values, mask), (keys, values)
 
         return attend
@@ -194,6 +191,21 @@ def _decode(
     start = (jnp.int32(0), slots, cache, jnp.zeros(shape, jnp.int32), jnp.zeros(shape), jnp.zeros(num_rows, jnp.int32))
     num_steps, _, cache, tokens, logprobs, num_new = jax.lax.while_loop(is_running, one_token, start)
     return cache, tokens, logprobs, num_new, num_steps
+
+
+def _write_token(
+    array: Float[Array, "B K S H"], token: Float[Array, "B K H"], place: Int[Array, " B"]
+) -> Float[Array, "B K S H"]:
+    """`array` with `array[b, :, place[b]] = token[b]`; a place past the end (an ended row's) harms no row that goes on.
+
+    Two things keep this in place on CPU: one row is written as a slice, since XLA makes a select of such a scatter, and
+    the barrier keeps XLA from fusing the write into the products that read it, for which it would copy the array.
+    """
+    if array.shape[0] == 1:
+        written = jax.lax.dynamic_update_slice_in_dim(array, token[:, :, None], place[0], axis=2)
+    else:
+        written = array.at[jnp.arange(array.shape[0]), :, place].set(token, mode="drop")
+    return jax.lax.optimization_barrier(written)
 
 
 def _sample(logits: Float[Array, "B V"], slots: Slots) -> tuple[Int[Array, " B"], Float[Array, " B"]]:

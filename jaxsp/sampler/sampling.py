@@ -54,8 +54,8 @@ def sample_tokens(
     shift = jnp.where(jnp.isneginf(block_max), 0.0, block_max)  # -inf - -inf would be NaN in an empty block
     block_mass = shift + jnp.log(jnp.sum(jnp.exp(blocks - shift[..., None]), axis=-1))
 
-    block_key, token_key = _row_keys(seeds, token_index)
-    block_noise, token_noise = _gumbel(block_key, blocks.shape[1]), _gumbel(token_key, _BLOCK)
+    noise = _gumbel_noise(seeds, token_index, blocks.shape[1] + _BLOCK)
+    block_noise, token_noise = noise[:, :-_BLOCK], noise[:, -_BLOCK:]
     block = jnp.argmax(jnp.where(is_greedy[:, None], block_max, block_mass + block_noise), axis=-1)
     scores = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
     within = jnp.argmax(jnp.where(is_greedy[:, None], scores, scores + token_noise), axis=-1)
@@ -109,15 +109,12 @@ def _in_blocks(scores: Float[Array, "B V"]) -> Float[Array, "B M C"]:
     return scores.reshape(batch, -1, _BLOCK)
 
 
-def _row_keys(seeds: UInt32[Array, "B 2"], token_index: Int[Array, " B"]) -> tuple[Array, Array]:
-    """Two keys per row, from its seed and its place in the sample."""
-    keys = jax.random.wrap_key_data(seeds, impl="threefry2x32")
-    keys = jax.vmap(jax.random.fold_in)(keys, token_index)
-    return jax.vmap(lambda key: jax.random.fold_in(key, 0))(keys), jax.vmap(lambda key: jax.random.fold_in(key, 1))(
-        keys
-    )
+def _gumbel_noise(seeds: UInt32[Array, "B 2"], token_index: Int[Array, " B"], count: int) -> Float[Array, "B count"]:
+    """Gumbel noise that is a function of each row's seed and of its place in the sample."""
 
+    def one_row(seed: Array, index: Array) -> Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), index)
+        # "high" spends two words per number, so that tokens rarer than 2^-24 of their block can still be drawn.
+        return jax.random.gumbel(key, (count,), jnp.float32, mode="high")
 
-def _gumbel(keys: Array, count: int) -> Float[Array, "B count"]:
-    # "high" spends two words per number, so that tokens rarer than 2^-24 of their block can still be drawn.
-    return jax.vmap(lambda key: jax.random.gumbel(key, (count,), jnp.float32, mode="high"))(keys)
+    return jax.vmap(one_row)(seeds, token_index)

@@ -1,0 +1,83 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_sampler import SIZES, tiny_params
+
+from jaxsp.sampler.weight_sync import to_sampler_layout
+
+HERE = Path(__file__).parent
+
+SHARDED = """
+import jax
+from jaxsp.config import UsageError
+from jaxsp.mesh import make_mesh, shardings
+from jaxsp.model.decoder import logical_axes
+from jaxsp.trajectory import GenerateRequest
+from tiny_sampler import SIZES, assert_same_samples, generate_all, prompt, tiny_engine, tiny_params
+
+assert jax.device_count() == 8
+requests = [
+    GenerateRequest(prompt(i % 3, 9), i, 7, temperature=i % 4 / 2, top_k=i % 2 * 30, top_p=0.9 if i == 3 else 1.0)
+    for i in range(4)
+]
+params = tiny_params()
+expected = generate_all(tiny_engine(params), requests)
+mesh = make_mesh(data=1, fsdp=4, context=1, expert=1, tensor=2)
+scattered = jax.device_put(params, shardings(mesh, logical_axes(SIZES)))
+engine = tiny_engine(scattered, mesh=mesh)
+assert_same_samples(generate_all(engine, requests), expected)
+assert tuple(engine._params["layers"][0]["k"]["kernel"].sharding.spec) == ("fsdp", "tensor", None)
+warm = engine.num_compilations
+engine.load(scattered, 4)
+assert_same_samples(generate_all(engine, requests), expected)
+assert engine.num_compilations == warm
+wide = make_mesh(data=1, fsdp=1, context=1, expert=1, tensor=4, devices=jax.devices()[:4])
+try:
+    tiny_engine(params, mesh=wide)
+except UsageError as error:
+    assert "kv_heads = 2" in str(error) and "mesh.tensor" in str(error), error
+else:
+    raise AssertionError("2 kv heads over 4 devices were accepted")
+"""
+
+
+def test_layers_become_a_list_with_the_same_numbers():
+    params = tiny_params()
+    synced = to_sampler_layout(params, jnp.float32)
+    assert len(synced["layers"]) == SIZES.num_layers
+    for index, layer in enumerate(synced["layers"]):
+        expected = jax.tree.map(lambda all_layers, i=index: all_layers[i], params["layers"])
+        jax.tree.map(np.testing.assert_array_equal, layer, expected)
+    np.testing.assert_array_equal(synced["embed"], params["embed"])
+
+
+def test_weights_are_cast_and_norm_scales_are_not():
+    synced = to_sampler_layout(tiny_params(), jnp.bfloat16)
+    dtypes = {jax.tree_util.keystr(path): leaf.dtype for path, leaf in jax.tree_util.tree_flatten_with_path(synced)[0]}
+    assert {name for name, dtype in dtypes.items() if dtype == jnp.float32} == {n for n in dtypes if "scale" in n}
+    assert dtypes["['embed']"] == dtypes["['layers'][1]['down']['kernel']"] == jnp.bfloat16
+
+
+def test_the_copy_outlives_the_donation_of_the_original():
+    params = tiny_params()
+    synced = to_sampler_layout(params, jnp.float32)
+    before = np.array(synced["embed"])
+    jax.jit(lambda tree: jax.tree.map(lambda x: x * 0, tree), donate_argnums=0)(params)
+    assert params["embed"].is_deleted()
+    np.testing.assert_array_equal(synced["embed"], before)
+
+
+def test_several_devices_sample_the_ids_that_one_samples():
+    environment = {
+        **os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])]),
+    }  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        pytest.fail(done.stderr[-3000:])

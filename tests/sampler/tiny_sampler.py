@@ -1,0 +1,94 @@
+"""A random two-layer decoder, an engine around it, and what its samples are checked against."""
+
+import asyncio
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsp.model import decoder
+from jaxsp.model.attention import forest_attention
+from jaxsp.model.decoder import Params
+from jaxsp.model.sizes import DecoderSizes, Rope
+from jaxsp.sampler.engine import Engine, make_engine
+from jaxsp.sampler.sampling import process_logits
+from jaxsp.trajectory import Completion, GenerateRequest
+
+SIZES = DecoderSizes(
+    model_type="qwen3", vocab_size=160, embed_dim=32, mlp_dim=48, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=8, rms_eps=1e-6, rope=Rope(1e4), max_positions=1024, has_tied_embeddings=True, has_qk_norm=True,
+)  # fmt: skip
+
+
+def tiny_params(seed: int = 0, sizes: DecoderSizes = SIZES) -> Params:
+    """Random parameters whose logits spread over a few units, so that samples differ and greedy has no ties.
+
+    Made with numpy: compiling `init_params` takes longer than most tests here.
+    """
+    generator = np.random.default_rng(seed)
+
+    def leaf(path, shape) -> jax.Array:
+        if path[-1].key == "scale":
+            return jnp.asarray(generator.uniform(0.5, 1.5, shape.shape), jnp.float32)
+        return jnp.asarray(generator.normal(0, 0.2, shape.shape), jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(leaf, decoder.abstract_params(sizes))
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """Three digits for each token, so that a string may begin in the middle of one."""
+    return "".join(f"{token:03d}" for token in tokens)
+
+
+def tiny_engine(
+    params: Params | None = None, *, num_slots: int = 4, decode_chunk: int = 4, prefill_tokens: int = 128, **settings
+) -> Engine:
+    engine = make_engine(
+        SIZES, num_slots=num_slots, max_context=settings.pop("max_context", 128), decode_chunk=decode_chunk,
+        prefill_tokens=prefill_tokens, compute_dtype=jnp.float32, decode_text=settings.pop("decode_text", text_of),
+        **settings,
+    )  # fmt: skip
+    engine.load(tiny_params() if params is None else params, policy_version=3)
+    return engine
+
+
+def generate_all(engine: Engine, requests: Sequence[GenerateRequest]) -> list[Completion]:
+    """Submits all requests in one turn of a new event loop."""
+
+    async def gather() -> list[Completion]:
+        return await asyncio.gather(*(engine.generate(request) for request in requests))
+
+    return asyncio.run(gather())
+
+
+def prompt(seed: int, length: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(0, SIZES.vocab_size, length).tolist())
+
+
+def assert_same_samples(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
+    """The same tokens, texts and endings; log-probabilities within 1e-5, which is what other shapes may change."""
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert (one.tokens, one.text, one.finish_reason) == (other.tokens, other.text, other.finish_reason)
+        np.testing.assert_allclose(one.behaviour_logprobs, other.behaviour_logprobs, atol=1e-5)
+
+
+def reference_logprobs(params: Params, request: GenerateRequest, tokens: Sequence[int]) -> np.ndarray:
+    """`[num sampled, V]`: the distribution each of `tokens` was drawn from, by one forward pass without a cache."""
+    whole = (*request.tokens, *tokens)
+    padded = np.zeros((1, 128), np.int32)
+    padded[0, : len(whole)] = whole
+    options = (request.temperature, request.top_k, request.top_p, request.min_p)
+    logprobs = _all_logprobs(params, padded, *(np.full(128, value) for value in options))
+    return np.asarray(logprobs)[len(request.tokens) - 1 : len(whole) - 1]
+
+
+@jax.jit
+def _all_logprobs(params, tokens, temperature, top_k, top_p, min_p):
+    def attend(q, k, v, _):
+        return forest_attention(q, k, v, jnp.full(tokens.shape, tokens.shape[1])), None
+
+    positions = jnp.arange(tokens.shape[1])[None]
+    hidden, _ = decoder.hidden_states(SIZES, params, tokens, positions, attend)
+    return process_logits(decoder.logits(params, hidden[0]), temperature, top_k, top_p, min_p)
