@@ -7,6 +7,7 @@ found under that name was complete once. Orbax writes the arrays, each process i
 import contextlib
 import errno
 import fcntl
+import functools
 import gc
 import json
 import logging
@@ -17,7 +18,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -55,6 +56,7 @@ class Checkpointer:
             raise ValueError(f"keep must be at least 1, got {keep}")
         self._directory = Path(directory).absolute()
         self._keep = keep
+        self._is_read_only = is_read_only
         self._saving: tuple[int, int] | None = None  # step and bytes of the save that may be under way
         self._undo_quiet = _quiet_orbax()
         if not is_read_only:
@@ -164,6 +166,31 @@ class Checkpointer:
                 self._raise_damaged(step, f"{name} is not what was saved", None)
         return restored["arrays"], record["manifest"]
 
+    def restore_part(self, step: int, place: Sequence[str], abstract_part: Any) -> Any:
+        """The part of a step's arrays below the dictionary keys `place`; nothing else is read.
+
+        `abstract_part` is as `abstract_arrays` of `restore`, and raises as there.
+        """
+        record = self._read_record(step)
+        wanted = functools.reduce(lambda tree, key: {key: tree}, reversed(place), abstract_part)
+        leaves = _describe(wanted)
+        _check_same_leaves(self.path(step), {name: record["leaves"].get(name, "absent") for name in leaves}, leaves)
+        checksums = [np.zeros((), np.uint32)] * len(record["leaves"])
+        item = {"arrays": wanted, "checksums": checksums}
+        restore_args = ocp.args.PyTreeRestore(
+            item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
+        )
+        try:
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+                restored = reader.restore(self.path(step) / "arrays", args=restore_args)
+        except Exception as error:  # as in `restore`
+            self._raise_damaged(step, "its arrays cannot be read", error)
+        saved = dict(zip(record["leaves"], restored["checksums"], strict=True))
+        for name, leaf in zip(leaves, jax.tree.leaves(restored["arrays"]), strict=True):
+            if int(_checksum(leaf)) != int(saved[name]):
+                self._raise_damaged(step, f"{name} is not what was saved", None)
+        return functools.reduce(lambda tree, key: tree[key], place, restored["arrays"])
+
     def drop_after(self, step: int) -> list[int]:
         """Deletes the checkpoints of later steps, which a run that goes on from `step` will write anew."""
         later = [other for other in self.steps() if other > step]
@@ -216,7 +243,7 @@ class Checkpointer:
             time.sleep(patience_s / 50)
 
     def _remove_old(self) -> None:
-        if is_main_process():
+        if is_main_process() and not self._is_read_only:
             for step in self.steps()[: -self._keep]:
                 self._delete(step)
 

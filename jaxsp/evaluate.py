@@ -57,10 +57,12 @@ def read_questions(path: str) -> list[Question]:
 
     `embedded` is the packaged held-out set, `embedded:KIND,KIND` some kinds of it. Raises `UserError` naming the line.
     """
-    name, _, kinds = path.partition(":") if path.startswith("embedded") else (path, "", "")
-    file = CORPUS_DIR / "heldout.jsonl" if name == "embedded" else Path(path)
+    name, _, kinds = path.partition(":")
+    is_embedded = name == "embedded"
+    kinds = kinds if is_embedded else ""
+    file = CORPUS_DIR / "heldout.jsonl" if is_embedded else Path(path)
     try:
-        lines = file.read_text().splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")  # splitlines would cut inside JSON strings at U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"questions file {file} cannot be read: {error}") from error
     questions = [_read_question(line, f"{file}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
@@ -100,6 +102,11 @@ class ReasonerReport:
         """The share of answers with each verifier status (`ok`, `no_answer`, `unparseable`, `timeout`)."""
         statuses = [given.verdict.status for _, given in self.answers]
         return {status: statuses.count(status) / len(statuses) for status in sorted(set(statuses))}
+
+    @property
+    def truncated_frac(self) -> float:
+        """The share of answers that were cut off at the token limit."""
+        return sum(given.call.completion.finish_reason == "length" for _, given in self.answers) / len(self.answers)
 
 
 async def evaluate_reasoner(

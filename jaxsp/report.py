@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,8 @@ def print_report(run_dir: Path, seconds: Mapping[str, float], console: Console) 
     evaluations = EvaluationLog(run_dir).rows()
     if evaluations:
         console.print(_evaluation_table(evaluations[0], evaluations[-1]))
+    else:
+        console.print("no evaluation yet")
     table = Table(title="Time", title_justify="left")
     table.add_column("part")
     table.add_column("seconds", justify="right")
@@ -86,6 +88,47 @@ def print_report(run_dir: Path, seconds: Mapping[str, float], console: Console) 
             f"trained tokens/s that stand for {separate / max(update_s, 1e-9):.0f} without shared prefixes",
             highlight=False,
         )
+
+
+def print_reasoner(report: ReasonerReport, console: Console) -> None:
+    """Prints accuracy per kind of question, and how the answers ended."""
+    table = Table(title="Accuracy ± standard error", title_justify="left")
+    for name in ("", "n", "accuracy"):
+        table.add_column(name, justify="left" if not name else "right")
+    for kind, value in report.kinds.items():
+        table.add_row(kind, str(value.count), str(value))
+    if len(report.kinds) > 1:
+        table.add_section()
+        table.add_row("all of them", str(report.overall.count), str(report.overall))
+    console.print(table)
+    statuses = ", ".join(f"{name} {share:.1%}" for name, share in report.status_fracs.items())
+    console.print(f"verifier: {statuses}; cut off at the token limit: {report.truncated_frac:.1%}", highlight=False)
+
+
+def reasoner_row(report: ReasonerReport) -> dict[str, Any]:
+    """The same for machines: `overall` and `kinds` with `mean`, `error`, `count`; `status_fracs`; `truncated_frac`."""
+    return {
+        "overall": dataclasses.asdict(report.overall),
+        "kinds": {kind: dataclasses.asdict(value) for kind, value in report.kinds.items()},
+        "status_fracs": report.status_fracs,
+        "truncated_frac": report.truncated_frac,
+    }
+
+
+def answer_rows(report: ReasonerReport) -> Iterator[dict[str, Any]]:
+    """Every answer with its question and verdict, samples of one question side by side."""
+    for question, answer in report.answers:
+        completion = answer.call.completion
+        yield {
+            "question": question.text,
+            "reference": question.answer,
+            "answer_type": question.answer_type,
+            "kind": question.kind,
+            "response": answer.reply,
+            "finish_reason": completion.finish_reason,
+            "num_tokens": len(completion.tokens),
+            **dataclasses.asdict(answer.verdict),
+        }
 
 
 def _evaluation_table(before: dict[str, Any], after: dict[str, Any]) -> Table:

@@ -14,8 +14,9 @@ import optax
 from rich.console import Console
 
 from jaxsp.checkpoint import Checkpointer
-from jaxsp.config import RunConfig, UserError, dump_config, load_config
+from jaxsp.config import RunConfig, UserError, dump_config
 from jaxsp.envs.documents import Corpus, open_corpus
+from jaxsp.inference import CONFIG_FILE
 from jaxsp.learner.state import TrainState, init_state, state_shardings
 from jaxsp.mesh import make_mesh, shardable, shardings
 from jaxsp.methods import spice
@@ -30,8 +31,6 @@ from jaxsp.rollout.roles import Setting
 from jaxsp.sampler.engine import Engine
 from jaxsp.task_pool import TaskPool, task_pool_path
 from jaxsp.verifiers.process_pool import ProcessPool
-
-CONFIG_FILE = "config.yaml"
 
 
 def make_run_dir(config: RunConfig, name: str) -> Path:
@@ -48,13 +47,6 @@ def make_run_dir(config: RunConfig, name: str) -> Path:
         except OSError as error:
             raise UserError(f"runs_dir = {config.runs_dir}: cannot make {run_dir}: {error.strerror}") from error
     raise UserError(f"runs_dir = {config.runs_dir} holds too many runs of this second")
-
-
-def read_run_config(run_dir: Path) -> RunConfig:
-    """The config that a run was started with."""
-    if not (run_dir / CONFIG_FILE).is_file():
-        raise UserError(f"{run_dir} is no run directory: it has no {CONFIG_FILE}")
-    return load_config(run_dir / CONFIG_FILE)
 
 
 @dataclass(eq=False)

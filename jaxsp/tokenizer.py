@@ -16,7 +16,7 @@ from typing import Any
 
 import sentencepiece
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxsp.config import UserError
 
@@ -250,37 +250,93 @@ def _split_smollm() -> pre_tokenizers.PreTokenizer:
     )
 
 
-# tokenizer.ggml.pre -> (pre-tokenizer, is NFC applied, ignore_merges, is bos added unless the file says otherwise)
-_BYTE_LEVEL: dict[str, tuple[Callable[[], pre_tokenizers.PreTokenizer], bool, bool, bool]] = {
-    "smollm": (_split_smollm, False, False, False),
-    "qwen2": (lambda: _split(_QWEN2_SPLIT), True, False, False),
-    "llama-bpe": (lambda: _split(_LLAMA3_SPLIT), False, True, True),
+@dataclass(frozen=True)
+class _ByteLevel:
+    """How the byte-level tokenizers of one `tokenizer.ggml.pre` cut text; `adds_bos` unless the file says otherwise."""
+
+    split: Callable[[], pre_tokenizers.PreTokenizer]
+    is_nfc: bool = False
+    ignores_merges: bool = False
+    adds_bos: bool = False
+
+
+_BYTE_LEVEL = {
+    "smollm": _ByteLevel(_split_smollm),
+    "qwen2": _ByteLevel(lambda: _split(_QWEN2_SPLIT), is_nfc=True),
+    "llama-bpe": _ByteLevel(lambda: _split(_LLAMA3_SPLIT), ignores_merges=True, adds_bos=True),
 }
+_ENDS = ("bos", "eos")
 
 
 def _load_gguf(path: Path) -> Tokenizer:
+    fields = _gguf_fields(path)
+    if fields["model"] == "llama":
+        proto = _gguf_sentencepiece(fields)
+        return _from_sentencepiece(proto, fields["add_bos_token"], fields.get("tokenizer.chat_template"))
+    tokenizer = _gguf_byte_level(fields)
+    return _from_hugging_face(
+        tokenizer,
+        tokenizer,
+        bos_id=fields.get("bos_token_id") if fields["add_bos_token"] else None,
+        eos_id=fields.get("eos_token_id"),
+        chat_template=fields.get("tokenizer.chat_template"),
+        unknown=None,
+    )
+
+
+def export_gguf_tokenizer(path: Path, directory: Path) -> None:
+    """Writes the vocabulary of a GGUF file as files in `directory` that `load_tokenizer` and `transformers` read.
+
+    They are `tokenizer.json` or `tokenizer.model`, and `tokenizer_config.json` with the ends of a text and the chat
+    template. Raises as `load_tokenizer` does, and OSError where nothing can be written.
+    """
+    fields = _gguf_fields(path)
+    names = {
+        f"{name}_token": fields["tokens"][fields[f"{name}_token_id"]] for name in _ENDS if f"{name}_token_id" in fields
+    }
+    config = {"add_bos_token": fields["add_bos_token"], "clean_up_tokenization_spaces": False, **names}
+    if template := fields.get("tokenizer.chat_template"):
+        config["chat_template"] = template
+    if fields["model"] == "llama":
+        config["tokenizer_class"] = "LlamaTokenizer"
+        (directory / "tokenizer.model").write_bytes(_gguf_sentencepiece(fields).SerializeToString())
+    else:
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        tokenizer = _gguf_byte_level(fields)
+        if fields["add_bos_token"] and "bos_token" in names:
+            bos = names["bos_token"]
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, fields["bos_token_id"])]
+            )
+        tokenizer.save(str(directory / "tokenizer.json"))
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def _gguf_fields(path: Path) -> dict[str, Any]:
+    """The metadata by their names below `tokenizer.ggml.`, with `add_bos_token` also where the file is silent."""
     metadata = read_gguf_metadata(path)
     fields = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
     kind = fields.get("model")
-    build = {"gpt2": _gguf_byte_level, "llama": _gguf_sentencepiece}.get(str(kind))
-    if build is None:
+    if kind not in ("gpt2", "llama"):
         raise UserError(f"tokenizer: {path} has tokenizer.ggml.model = {kind!r}; supported are 'gpt2' and 'llama'")
     if kind == "gpt2" and fields.get("pre") not in _BYTE_LEVEL:
         raise UserError(
             f"tokenizer: {path} has tokenizer.ggml.pre = {fields.get('pre')!r}; supported are {sorted(_BYTE_LEVEL)}"
         )
-    return build(fields)
+    adds_bos = True if kind == "llama" else _BYTE_LEVEL[fields["pre"]].adds_bos
+    return {"add_bos_token": adds_bos, **fields}
 
 
-def _gguf_byte_level(fields: dict[str, Any]) -> Tokenizer:
-    split, is_nfc, ignore_merges, adds_bos = _BYTE_LEVEL[fields["pre"]]
+def _gguf_byte_level(fields: dict[str, Any]) -> tokenizers.Tokenizer:
+    form = _BYTE_LEVEL[fields["pre"]]
     texts, types = fields["tokens"], fields["token_type"]
     merges = [tuple(merge.split(" ")) for merge in fields["merges"]]
     vocab = {text: index for index, text in enumerate(texts)}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges))  # pyright: ignore[reportArgumentType]
-    if is_nfc:
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=form.ignores_merges))  # pyright: ignore[reportArgumentType]
+    if form.is_nfc:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = split()
+    tokenizer.pre_tokenizer = form.split()
     tokenizer.decoder = decoders.ByteLevel()
     for kind, is_special in ((_TYPE_CONTROL, True), (_TYPE_USER_DEFINED, False)):
         tokenizer.add_tokens(
@@ -290,30 +346,24 @@ def _gguf_byte_level(fields: dict[str, Any]) -> Tokenizer:
                 if found == kind
             ]
         )
-    return _from_hugging_face(
-        tokenizer,
-        tokenizer,
-        bos_id=fields.get("bos_token_id") if fields.get("add_bos_token", adds_bos) else None,
-        eos_id=fields.get("eos_token_id"),
-        chat_template=fields.get("tokenizer.chat_template"),
-        unknown=None,
-    )
+    return tokenizer
 
 
-def _gguf_sentencepiece(fields: dict[str, Any]) -> Tokenizer:
+def _gguf_sentencepiece(fields: dict[str, Any]) -> Any:
+    """A SentencePiece `ModelProto`."""
     proto = _model_proto()
     for text, score, kind in zip(fields["tokens"], fields["scores"], fields["token_type"], strict=True):
         proto.pieces.add(piece=text, score=score, type=kind)  # the numbers of the types are SentencePiece's own
     trainer = proto.trainer_spec
     trainer.model_type = trainer.BPE
     trainer.byte_fallback = _TYPE_BYTE in fields["token_type"]
-    for name in ("bos", "eos"):
+    for name in _ENDS:
         index = fields.get(f"{name}_token_id")
         setattr(trainer, f"{name}_piece", fields["tokens"][index] if index is not None else "")
     proto.normalizer_spec.name = "identity"
     proto.normalizer_spec.add_dummy_prefix = fields.get("add_space_prefix", True)
     proto.normalizer_spec.remove_extra_whitespaces = fields.get("remove_extra_whitespaces", False)
-    return _from_sentencepiece(proto, fields.get("add_bos_token", True), fields.get("tokenizer.chat_template"))
+    return proto
 
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

@@ -76,6 +76,38 @@ def test_arrays_and_manifest_come_back_bit_for_bit(tmp_path):
     assert as_bytes(restored) == as_bytes(arrays)
 
 
+def test_who_only_reads_deletes_nothing(tmp_path):
+    with Checkpointer(tmp_path, keep=2) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"w": jnp.ones(2)}, {})
+    (tmp_path / "step_000003.orbax-checkpoint-tmp").mkdir()
+    with Checkpointer(tmp_path, is_read_only=True) as checkpointer:
+        assert checkpointer.steps() == [1, 2]
+        checkpointer.check()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_part_is_read_without_the_rest_and_its_damage_is_seen(tmp_path):
+    arrays = {"state": make_arrays(3), "reference": {}}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(7, arrays, {})
+        checkpointer.wait()
+        wanted = abstract(arrays["state"]["params"])
+        part = checkpointer.restore_part(7, ("state", "params"), wanted)
+        assert jax.tree.structure(part) == jax.tree.structure(wanted)
+        assert as_bytes(part) == as_bytes(arrays["state"]["params"])
+        other = {**wanted, "w": jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=wanted["w"].sharding)}
+        with pytest.raises(UserError, match=r"\['state'\]\['params'\]\['w'\] is float32\[16, 4\] there"):
+            checkpointer.restore_part(7, ("state", "params"), other)
+        with pytest.raises(UserError, match=r"\['state'\]\['w'\] is absent there"):
+            checkpointer.restore_part(7, ("state",), {"w": wanted["w"]})
+        for file in array_files(checkpointer.path(7)):
+            if file.stat().st_size:
+                file.write_bytes(b"\0" * file.stat().st_size)
+        with pytest.raises(UserError, match="is damaged"):
+            checkpointer.restore_part(7, ("state", "params"), wanted)
+
+
 def test_a_save_holds_the_arrays_as_they_were_though_an_update_takes_their_memory(tmp_path):
     before = np.arange(1_000_000, dtype=np.float32)
     arrays = {"w": jnp.asarray(before.copy()) + 0}

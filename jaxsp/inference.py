@@ -1,0 +1,322 @@
+"""A model used outside training: found by its name or in a run, sampled from, exported."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxsp.chat import Renderer, make_renderer
+from jaxsp.checkpoint import Checkpointer
+from jaxsp.config import ModelConfig, RunConfig, UserError, load_config
+from jaxsp.model.decoder import Params, abstract_params
+from jaxsp.model.hf_weights import check_new_directory, export_hf
+from jaxsp.model.sizes import DecoderSizes
+from jaxsp.model.source import ModelSource, load_params, open_model, tokenizer_path
+from jaxsp.rollout.seeds import derive_seed
+from jaxsp.sampler.engine import Engine, make_engine
+from jaxsp.tokenizer import Tokenizer, load_tokenizer
+from jaxsp.trajectory import Completion, GenerateRequest
+
+CONFIG_FILE = "config.yaml"
+"""The resolved config in a run directory."""
+CHAT_FILE = "jaxsp_chat.json"
+"""In an export: the chat format that the run spoke, where it may differ from what its tokenizer suggests."""
+
+NUM_SLOTS = 64
+
+
+def read_run_config(run_dir: Path) -> RunConfig:
+    """The config that a run was started with."""
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise UserError(f"{run_dir} is no run directory: it has no {CONFIG_FILE}")
+    return load_config(run_dir / CONFIG_FILE)
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """A model and the chat format it speaks, no weights read yet.
+
+    `source` has its config and tokenizer, and its weights unless `run_dir` and `step` name a run's checkpoint.
+    """
+
+    config: ModelConfig
+    source: ModelSource
+    run_dir: Path | None = None
+    step: int | None = None
+
+
+def find_model(
+    name: str,
+    *,
+    compute_dtype: Literal["float32", "bfloat16"],
+    renderer: Any = None,
+    thinking: Any = None,
+    step: int | None = None,
+) -> FoundModel:
+    """The model called `name`: what `open_model` takes, or a run directory with a checkpoint (`step`: the newest).
+
+    `renderer` and `thinking`, where given, replace what the run's config or the export's `CHAT_FILE` says. Raises
+    `UserError` naming what is missing.
+    """
+    path = Path(name).expanduser()
+    chosen = {field: value for field, value in (("renderer", renderer), ("thinking", thinking)) if value is not None}
+    if not (path / CONFIG_FILE).is_file():
+        config = ModelConfig(name, **{"compute_dtype": compute_dtype, **_chat_settings(path), **chosen})
+        return FoundModel(config, open_model(name))
+    config = replace(read_run_config(path).model, compute_dtype=compute_dtype, **chosen)
+    with Checkpointer(path / "checkpoints", is_read_only=True) as checkpointer:
+        steps = checkpointer.steps()
+    if not steps:
+        raise UserError(f"{path}: this run has no complete checkpoint yet; wait for one, or name its model")
+    if step is not None and step not in steps:
+        raise UserError(f"{path}: there is no checkpoint of step {step}; there are steps {steps}")
+    return FoundModel(config, open_model(config.name), path, steps[-1] if step is None else step)
+
+
+def _chat_settings(directory: Path) -> dict[str, Any]:
+    """The fields of `ModelConfig` that an export's `CHAT_FILE` sets; {} where there is none."""
+    path = directory / CHAT_FILE
+    if not path.is_file():
+        return {}
+    try:
+        settings = json.loads(path.read_text("utf-8"))
+        return {name: settings[name] for name in ("renderer", "thinking", "system_prompt")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: not what `jaxsp export` writes ({error!r}); export anew or delete it") from error
+
+
+def load_weights(model: FoundModel) -> Params:
+    """The parameters, stacked, on the first device: in the compute dtype, or a checkpoint's own float32."""
+    if model.run_dir is None or model.step is None:
+        return load_params(model.source, dtype=jnp.dtype(model.config.compute_dtype))
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), abstract_params(model.source.sizes)
+    )
+    with Checkpointer(model.run_dir / "checkpoints", is_read_only=True) as checkpointer:
+        return checkpointer.restore_part(model.step, ("state", "params"), abstract)
+
+
+def open_engine(model: FoundModel, tokenizer: Tokenizer, num_slots: int = NUM_SLOTS) -> Engine:
+    """A sampler with the model's weights, for contexts as long as the model was made for."""
+    engine = make_engine(
+        model.source.sizes,
+        num_slots=num_slots,
+        max_context=model.source.sizes.max_positions,
+        decode_chunk=16,
+        prefill_tokens=min(2048, model.source.sizes.max_positions),
+        compute_dtype=model.config.compute_dtype,
+        decode_text=tokenizer.decode,
+    )
+    engine.load(load_weights(model), policy_version=model.step or 0)
+    return engine
+
+
+def open_renderer(model: FoundModel, tokenizer: Tokenizer) -> Renderer:
+    """The model's chat format. Raises `UsageError` if the tokenizer cannot speak it."""
+    return make_renderer(
+        tokenizer,
+        model.config.renderer,
+        model.config.thinking,
+        eos_ids=model.source.eos_ids,
+        default_system=model.config.system_prompt,
+    )
+
+
+# Inputs --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Input:
+    """What a user gave: `value` is a text (`prompt`, `text`), a list of `messages` or of `tokens`; `place` names it."""
+
+    place: str
+    field: str
+    value: Any
+
+
+def read_inputs(path: str, fields: Sequence[str]) -> list[Input]:
+    """The lines of a JSONL file, each of which holds exactly one of `fields`; other names are left alone.
+
+    Raises `UserError` naming file and line.
+    """
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    inputs = [_read_input(line, f"{path}:{number}", fields) for number, line in enumerate(lines, 1) if line.strip()]
+    if not inputs:
+        raise UserError(f"{path} is empty; give lines with {' or '.join(fields)}")
+    return inputs
+
+
+def _read_input(line: bytes, place: str, fields: Sequence[str]) -> Input:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{place}: not a line of JSON: {error}") from error
+    found = [field for field in fields if field in row] if isinstance(row, dict) else []
+    if len(found) != 1:
+        has = " and ".join(found) if found else "none of them"
+        raise UserError(f"{place}: must be an object with exactly one of {', '.join(fields)}; it has {has}")
+    (field,) = found
+    value = row[field]
+    is_ids = isinstance(value, list) and all(isinstance(x, int) and not isinstance(x, bool) for x in value)
+    if field == "tokens" and not is_ids:
+        raise UserError(f"{place}: tokens must be a list of whole numbers")
+    if field == "messages" and not (isinstance(value, list) and value):
+        raise UserError(f"{place}: messages must be a list of at least one message")
+    if field in ("prompt", "text") and not isinstance(value, str):
+        raise UserError(f"{place}: {field} must be a text")
+    return Input(place, field, value)
+
+
+@dataclass(frozen=True, eq=False)
+class TextReader:
+    """Inputs to tokens. Without a renderer there are no chats, without a tokenizer only tokens."""
+
+    sizes: DecoderSizes
+    tokenizer: Tokenizer | None
+    renderer: Renderer | None = None
+    is_chat: bool = False
+    """Texts are what a user says to the assistant, and not text to go on with."""
+
+    def tokens(self, given: Input, num_more: int = 0) -> tuple[int, ...]:
+        """The ids of an input. Raises `UserError` if there are none, one is not the model's, or `num_more` tokens
+        after them are more than it was made for."""
+        tokens = self._encode(given)
+        if not tokens:
+            raise UserError(
+                f"{given.place}: {given.field} is empty, and this model's texts begin with no special token"
+            )
+        outside = next((token for token in tokens if not 0 <= token < self.sizes.vocab_size), None)
+        if outside is not None:
+            raise UserError(
+                f"{given.place}: token {outside} is outside the model's vocabulary, {self.sizes.vocab_size}"
+            )
+        if len(tokens) + num_more > self.sizes.max_positions:
+            more = f" and --max-tokens {num_more} are" if num_more else " are"
+            raise UserError(
+                f"{given.place}: {len(tokens)} tokens{more} more than the {self.sizes.max_positions} that the model "
+                "was made for (max_position_embeddings); shorten the one or lower the other"
+            )
+        return tokens
+
+    def _encode(self, given: Input) -> tuple[int, ...]:
+        if given.field == "tokens":
+            return tuple(given.value)
+        assert self.tokenizer is not None
+        messages = given.value if given.field == "messages" else [{"role": "user", "content": given.value}]
+        if given.field == "messages" or self.is_chat:
+            assert self.renderer is not None
+            try:
+                return self.renderer.prompt(messages)
+            except UserError as error:
+                raise type(error)(f"{given.place}: {error}") from error
+        bos = () if self.tokenizer.bos_id is None else (self.tokenizer.bos_id,)
+        return (*bos, *self.tokenizer.encode(given.value))
+
+
+# Sampling ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """How samples are drawn; see `GenerateRequest`."""
+
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    stop_strings: tuple[str, ...]
+    seed: int
+    num_samples: int
+    is_chat: bool
+
+
+def sample(
+    model: FoundModel,
+    prompts: Sequence[Input],
+    options: SampleOptions,
+    write: Callable[[GenerateRequest, Completion], None],
+) -> None:
+    """Draws `num_samples` samples of each prompt and calls `write` with each, as soon as those before it are done.
+
+    They come prompt by prompt. Each has a seed of its own, derived from `options.seed` and its place, so the same
+    call gives the same samples. Raises `UserError` naming the prompt that cannot be used, before any weights are read.
+    """
+    tokenizer = load_tokenizer(tokenizer_path(model.source))
+    has_chat = options.is_chat or any(prompt.field == "messages" for prompt in prompts)
+    renderer = open_renderer(model, tokenizer) if has_chat else None
+    reader = TextReader(model.source.sizes, tokenizer, renderer, options.is_chat)
+    requests = [
+        request for index, prompt in enumerate(prompts) for request in _requests(model, reader, prompt, index, options)
+    ]
+    engine = open_engine(model, tokenizer, num_slots=min(NUM_SLOTS, len(requests)))
+
+    async def in_order() -> None:
+        tasks = [asyncio.ensure_future(engine.generate(request)) for request in requests]
+        try:
+            for request, task in zip(requests, tasks, strict=True):
+                write(request, await task)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    asyncio.run(in_order())
+
+
+def _requests(
+    model: FoundModel, reader: TextReader, prompt: Input, index: int, options: SampleOptions
+) -> Iterator[GenerateRequest]:
+    """The requests of one prompt. A chat ends at the chat format's stops, a text at an end of text."""
+    tokens = reader.tokens(prompt, options.max_tokens)
+    if prompt.field == "messages" or options.is_chat:
+        assert reader.renderer is not None
+        stop_ids, stop_strings = reader.renderer.stop_ids, reader.renderer.stop_strings
+    else:
+        assert reader.tokenizer is not None
+        own = () if reader.tokenizer.eos_id is None else (reader.tokenizer.eos_id,)
+        stop_ids, stop_strings = tuple(dict.fromkeys((*model.source.eos_ids, *own))), ()
+    for number in range(options.num_samples):
+        yield GenerateRequest(
+            tokens=tokens,
+            seed=derive_seed(options.seed, "sample", index, number),
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            min_p=options.min_p,
+            stop_ids=stop_ids,
+            stop_strings=(*stop_strings, *options.stop_strings),
+        )
+
+
+# Export --------------------------------------------------------------------------------------------------------------
+
+
+def export_run(run_dir: Path, directory: Path, step: int | None, dtype: Literal["float32", "bfloat16"]) -> int:
+    """Writes a run's checkpoint (`step`: the newest) as a Hugging Face directory, and returns its step.
+
+    The directory has the tokenizer's files and the run's chat format, so that `find_model` opens it as the run was.
+    Raises `UserError` if it exists and is not empty, before anything is read.
+    """
+    read_run_config(run_dir)  # the message for what is no run
+    check_new_directory(directory)
+    model = find_model(str(run_dir), compute_dtype="float32", step=step)
+    source, tokenizer = model.source, tokenizer_path(model.source)
+    export_hf(load_weights(model), source.sizes, source.config, directory, dtype=dtype, tokenizer_from=tokenizer)
+    settings = asdict(model.config)
+    chat = {name: settings[name] for name in ("renderer", "thinking", "system_prompt")}
+    try:
+        (directory / CHAT_FILE).write_text(json.dumps(chat, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{directory / CHAT_FILE} cannot be written: {error.strerror}; free space there") from error
+    assert model.step is not None
+    return model.step
