@@ -88,7 +88,7 @@ class LearnerConfig:
 
 @dataclass(frozen=True)
 class WarmStartConfig:
-    """Cross-entropy on the assistant tokens of conversations, before self-play."""
+    """Cross-entropy on the assistant tokens of conversations, before self-play; the rate falls linearly to 0."""
 
     conversations: str | None = None
     """JSONL with `messages` on each line, or `embedded`. None: no warm start."""

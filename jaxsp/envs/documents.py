@@ -82,7 +82,9 @@ def open_corpus(
     process_index: int = 0,
     process_count: int = 1,
 ) -> Corpus:
-    """The corpus at `path` (or `embedded`, or a topic of it, `embedded:TOPIC`), as process `process_index` of `process_count` sees it.
+    """The corpus at `path` as process `process_index` of `process_count` sees it.
+
+    `embedded` is the packaged corpus, `embedded:TOPIC` one topic of it.
 
     Every text returned encodes to at most `max_segment_tokens` tokens, and is a piece of its document cut at a
     paragraph, line, sentence or word where one is near; `encode` adds no special tokens. All of the corpus is looked

@@ -45,12 +45,13 @@ def reinforce(
 ) -> tuple[TrainState, dict[str, float]]:
     """The state after a step's updates on `groups`, and the metrics of the updates (means over them).
 
-    Each trajectory's sum over tokens is divided by its group's constant length, which is folded into its advantage:
-    the loss is linear in the advantage's size. All log-probabilities under the old policy are computed before the
+    Each trajectory's sum over tokens is divided by its group's constant length. The update divides by the longest of
+    these, and a shorter one is folded into the advantage, in whose size the loss is linear. All log-probabilities under the old policy are computed before the
     first update. Where every advantage is 0 there is nothing to learn, and the state is returned as it came.
     """
     advantages = group_advantages(groups, parts.advantage)
-    scaled = [each / normaliser(group) for each, group in zip(advantages, groups, strict=True)]
+    longest = max(map(normaliser, groups), default=1)
+    scaled = [each * (longest / normaliser(group)) for each, group in zip(advantages, groups, strict=True)]
     items, trajectory_ids = training_items(groups, scaled)
     parcels = _parcels(trajectory_ids, parts.trajectories_per_update)
     batches: list[tuple[Batch, BatchStats]] = []
@@ -70,7 +71,7 @@ def reinforce(
     reference = [None if parts.reference is None else parts.logprobs(parts.reference, batch) for batch, _ in batches]
     rows = []
     for (batch, stats), old_logprobs, reference_logprobs in zip(batches, old, reference, strict=True):
-        state, metrics = parts.update(state, batch, old_logprobs, reference_logprobs, stats.num_trajectories, 1)
+        state, metrics = parts.update(state, batch, old_logprobs, reference_logprobs, stats.num_trajectories, longest)
         rows.append({name: float(value) for name, value in metrics.items()})
     return state, {**_means(rows), **_packing_metrics([stats for _, stats in batches]), "policy/updates": len(rows)}
 

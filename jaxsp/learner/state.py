@@ -13,7 +13,7 @@ TrainState = dict[str, Any]
 
 
 def make_optimizer(
-    learning_rate: float,
+    learning_rate: optax.ScalarOrSchedule,
     *,
     beta1: float = 0.9,
     beta2: float = 0.95,
@@ -22,8 +22,7 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101) after clipping by the global norm; `None` clips nothing.
 
-    Norm scales and biases do not decay. The state of two such optimizers has one structure, so a phase may go on with
-    another learning rate.
+    Norm scales and biases do not decay.
     """
     clip = optax.identity() if max_grad_norm is None else optax.clip_by_global_norm(max_grad_norm)
     return optax.chain(clip, optax.adamw(learning_rate, b1=beta1, b2=beta2, weight_decay=weight_decay, mask=decay_mask))

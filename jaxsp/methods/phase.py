@@ -25,13 +25,14 @@ class Phase:
     Attributes:
         objective: `imitate` is cross-entropy on the targets of every trajectory, `reinforce` the clipped policy
             gradient on group advantages.
+        learning_rate: a number, or a function of the number of the phase's updates so far.
         normaliser: the constant length by which a trajectory of a group is divided (DrGRPO, arXiv 2503.20783).
     """
 
     name: str
     num_steps: int
     objective: Literal["imitate", "reinforce"]
-    learning_rate: float
+    learning_rate: float | Callable[[Any], Any]
     play: Callable[[StepPlace], Awaitable[Played]]
     normaliser: Callable[[Group], int] = lambda group: 1
 

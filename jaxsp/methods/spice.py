@@ -10,6 +10,8 @@ tasks per document, or preferably those of mixed outcome; validity by grounded n
 import functools
 from collections.abc import Sequence
 
+import optax
+
 from jaxsp.config import RunConfig, SpiceConfig, UsageError
 from jaxsp.envs.documents import Corpus
 from jaxsp.methods.phase import Method, Phase, StepPlace
@@ -99,7 +101,7 @@ def _warm_start(config: RunConfig, supervised) -> Phase:
         "warm_start",
         warm_start.num_steps,
         "imitate",
-        warm_start.learning_rate,
+        optax.linear_schedule(warm_start.learning_rate, 0.0, warm_start.num_steps),
         functools.partial(_play_conversations, conversations, warm_start.batch_size, supervised),
     )
 

@@ -25,12 +25,25 @@ def attention(
     of all values, which no caller uses.
     """
     batch, num_queries, num_heads, head_dim = q.shape
-    num_kv_heads = k.shape[2]
-    grouped = q.reshape(batch, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    scores = jnp.einsum("blkgh,bskh->bkgls", grouped, k, preferred_element_type=jnp.float32) * head_dim**-0.5
+    num_keys, num_kv_heads = k.shape[1:3]
+    group = num_heads // num_kv_heads
+    # The queries of all heads that share keys form one matrix [group * L, H]: products stay large and plain.
+    stacked = q.reshape(batch, num_queries, num_kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
+    stacked = stacked.reshape(batch, num_kv_heads, group * num_queries, head_dim)
+    scores = jnp.einsum("bkqh,bskh->bkqs", stacked, k, preferred_element_type=jnp.float32) * head_dim**-0.5
+    scores = scores.reshape(batch, num_kv_heads, group, num_queries, num_keys)
     scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgls,bskh->blkgh", weights, v).reshape(batch, num_queries, num_heads, head_dim)
+    # The division comes after the product with v, on L x H numbers instead of L x S.
+    weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+    total = jnp.sum(weights, axis=-1)
+    weights = weights.reshape(batch, num_kv_heads, group * num_queries, num_keys).astype(v.dtype)
+    out = jnp.einsum("bkqs,bskh->bkqh", weights, v, preferred_element_type=jnp.float32)
+    out = out.reshape(batch, num_kv_heads, group, num_queries, head_dim) / total[..., None]
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, num_queries, num_heads, head_dim).astype(v.dtype)
+
+
+MAX_CHUNKS = 16
+"""Chunks are unrolled, so their number bounds the size of the program."""
 
 
 def forest_attention(
@@ -38,28 +51,20 @@ def forest_attention(
     k: Float[Array, "B L K H"],
     v: Float[Array, "B L K H"],
     visible_until: Int[Array, "B L"],
-    query_chunk: int = 512,
+    query_chunk: int = 256,
 ) -> Float[Array, "B L N H"]:
     """Attention of a row in depth-first order (module docstring), `query_chunk` queries at a time.
 
-    Scores exist for one chunk only, forward and backward, so memory grows with L * query_chunk and not with L^2.
+    A chunk looks at the keys up to its own end, which saves half of the work, and its scores exist for that chunk
+    only, forward and backward. Rows of more than `MAX_CHUNKS` chunks get longer ones.
     """
     length = q.shape[1]
-    keys = jnp.arange(length)
+    query_chunk = max(query_chunk, -(-length // MAX_CHUNKS))
 
-    def mask(start: Int[Array, ""] | int, count: int) -> Bool[Array, "B Q L"]:
-        queries = (start + jnp.arange(count))[None, :, None]
-        return (keys <= queries) & (queries < visible_until[:, None, :])
+    def one_chunk(start: int) -> Array:
+        end = min(start + query_chunk, length)
+        queries = jnp.arange(start, end)[None, :, None]
+        mask = (jnp.arange(end) <= queries) & (queries < visible_until[:, None, :end])
+        return jax.checkpoint(attention)(q[:, start:end], k[:, :end], v[:, :end], mask)
 
-    if length <= query_chunk or length % query_chunk:
-        return attention(q, k, v, mask(0, length))
-    num_chunks = length // query_chunk
-    chunks = jnp.moveaxis(q.reshape(q.shape[0], num_chunks, query_chunk, *q.shape[2:]), 1, 0)
-
-    @jax.checkpoint
-    def one_chunk(args: tuple[Array, Array]) -> Array:
-        index, q_chunk = args
-        return attention(q_chunk, k, v, mask(index * query_chunk, query_chunk))
-
-    outputs = jax.lax.map(one_chunk, (jnp.arange(num_chunks), chunks))
-    return jnp.moveaxis(outputs, 0, 1).reshape(q.shape)
+    return jnp.concatenate([one_chunk(start) for start in range(0, length, query_chunk)], axis=1)

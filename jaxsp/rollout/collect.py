@@ -182,20 +182,18 @@ async def _answer_valid(
 def _draw_reasoner_tasks(
     solved: list[_Solved], num_documents: int, rules: SpiceRules, *, seed: int, step: int
 ) -> list[int]:
-    """Positions of the tasks that train the reasoner: for each document a random draw, no question twice."""
+    """Positions of the tasks that train the reasoner: for each document a random draw, no text twice."""
     trained: list[int] = []
-    seen: set[str] = set()
     for document in range(num_documents):
         rng = random.Random(derive_seed(seed, step, "draw", document))
         choices = [position for position, item in enumerate(solved) if item.document == document and item.answers]
         rng.shuffle(choices)
         if rules.prefers_mixed_tasks:
             choices.sort(key=lambda position: not 0 < solved[position].solve_rate < 1)
+        drawn: dict[str, int] = {}
         for position in choices:
-            text = _proposal(solved[position]).question
-            if text not in seen and sum(solved[p].document == document for p in trained) < rules.tasks_per_document:
-                seen.add(text)
-                trained.append(position)
+            drawn.setdefault(_proposal(solved[position]).question, position)
+        trained += list(drawn.values())[: rules.tasks_per_document]
     return trained
 
 

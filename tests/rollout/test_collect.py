@@ -273,4 +273,4 @@ def test_shared_answers_are_sampled_once_for_a_question_and_its_answer():
     assert num_answers == {False: 7 * 4, True: 2 * 4}
     # The first set of four answers is right for the answer 7, and the second, all zeros, is wrong for the answer 8.
     assert [task.solve_rate for task in played[True].tasks] == [1, 1, 0, None, 1, 1, 1, 1]
-    assert len(by_role(played[True], "reasoner")) == 1  # no question trains twice
+    assert len(by_role(played[True], "reasoner")) == 2  # one for each document

@@ -14,7 +14,7 @@ from jaxsp.envs.corpus.quantities import ADDING, KINDS, make_document, make_fact
 
 NUM_QUANTITY_DOCUMENTS = 320
 NUM_OTHER_DOCUMENTS = 48
-NUM_HELDOUT_PER_KIND = 32
+NUM_HELDOUT_PER_KIND = 26
 
 
 def quantity_documents(seed: int, count: int, is_held_out: bool) -> list[dict]:
@@ -116,7 +116,10 @@ def embedded_files() -> dict[str, list[dict]]:
 
 
 def _numbered(prefix: str, rows: list[dict]) -> list[dict]:
-    return [{"id": f"{prefix}-{index:04d}", **row} for index, row in enumerate(rows)]
+    """The rows with an id each; a text that came before is left out."""
+    distinct = {row["text"]: row for row in reversed(rows)}
+    kept = [row for row in rows if distinct[row["text"]] is row]
+    return [{"id": f"{prefix}-{index:04d}", **row} for index, row in enumerate(kept)]
 
 
 def to_jsonl(rows: list[dict]) -> str:

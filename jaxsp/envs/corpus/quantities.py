@@ -128,8 +128,10 @@ def number_pairs(is_held_out: bool) -> dict[str, list[tuple[int, int]]]:
     }
     chosen = {}
     for name, pairs in every.items():
-        held_out = set(random.Random(name).sample(pairs, len(pairs) // 5))
-        chosen[name] = [pair for pair in pairs if (pair in held_out) == is_held_out]
+        # A sum and its mirror image are one fact: both are held out or neither.
+        unordered = sorted({(min(pair), max(pair)) for pair in pairs})
+        held_out = set(unordered[3::5])
+        chosen[name] = [pair for pair in pairs if ((min(pair), max(pair)) in held_out) == is_held_out]
     return chosen
 
 

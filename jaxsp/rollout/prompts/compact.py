@@ -18,7 +18,13 @@ _ASKS = {
     "choice": "Write a question with four options A) B) C) D).",
     "expression": "Write a question with a formula as its answer.",
 }
-REASONER_PREFIX = "\\boxed{"
+REASONER_PREFIX = ""
+_EXAMPLES: Messages = [
+    {"role": "user", "content": "Mia has 4 cups and gets 3 more. How many cups does Mia have?"},
+    {"role": "assistant", "content": "4 + 3 = \\boxed{7}"},
+    {"role": "user", "content": "Leo has 8 nuts and eats 5. How many nuts are left?"},
+    {"role": "assistant", "content": "8 - 5 = \\boxed{3}"},
+]
 _QUESTION = re.compile(r"Question:\s*([^\n]+)\nAnswer:\s*([^\n]+)")
 
 
@@ -50,4 +56,5 @@ def read_question(reply: str, answer_type: AnswerType) -> Proposal | Rejection:
 
 
 def reasoner_messages(question: str) -> Messages:
-    return [{"role": "user", "content": question}]
+    """The question after two worked examples, one that adds and one that takes away, which show the form alone."""
+    return [*_EXAMPLES, {"role": "user", "content": question}]
