@@ -64,7 +64,7 @@ def make_setting(text: TextSide, generate: Generate, prompts: PromptSet, pool: P
     async def parses(expression: str) -> bool:
         return await is_valid_expression(pool, expression)
 
-    return Setting(generate, text.renderer, text.tokenizer.encode_part, prompts, check, parses)
+    return Setting(generate, text.renderer, prompts, check, parses)
 
 
 def check_vocabulary(text: TextSide, params: Params) -> None:

@@ -124,7 +124,7 @@ def answer_rows(report: ReasonerReport) -> Iterator[dict[str, Any]]:
             "reference": question.answer,
             "answer_type": question.answer_type,
             "kind": question.kind,
-            "response": answer.reply,
+            "response": completion.text,
             "finish_reason": completion.finish_reason,
             "num_tokens": len(completion.tokens),
             **dataclasses.asdict(answer.verdict),

@@ -37,10 +37,6 @@ class ByteRenderer:
         return (*(token for turn in turns for token in turn), _OPEN, *b"assistant\n")
 
 
-def encode_bytes(text: str) -> list[int]:
-    return list(text.encode())
-
-
 def decode_bytes(tokens) -> str:
     """The text of the bytes among `tokens`."""
     return bytes(int(token) for token in tokens if token < END).decode(errors="replace")
@@ -95,7 +91,6 @@ def make_setting(generate: Generate, prompts: str = "compact", **changes: Any) -
     fields = {
         "generate": generate,
         "renderer": ByteRenderer(),
-        "encode": encode_bytes,
         "prompts": PROMPTS[prompts],
         "check": check_here,
         "parses": parses_here,

@@ -1,10 +1,34 @@
 """SPICE (arXiv 2510.24684): one model, two roles, shared weights; a challenger with documents, a reasoner without.
 
 The schedule is an optional warm start by imitation, then `num_steps` joint steps. A step plays as told in
-`jaxsp/rollout/collect.py` and makes one update over both roles, all log-probabilities computed before it.
+`jaxsp/rollout/collect.py` and updates on both roles together, all log-probabilities computed before the first update.
 
-Departures from the paper, all off by default: a warm start; answers shared between equal questions; several reasoner
-tasks per document, or preferably those of mixed outcome; validity by grounded numbers; several updates per step.
+Departures from the paper, in every run:
+- Documents come in shuffled epochs, each once per epoch; the paper draws them uniformly.
+- A step makes one update on all of its trajectories unless `learner.trajectories_per_update` says otherwise; the
+  paper takes 128 to an update, which `configs/spice/qwen3_4b_base.yaml` sets.
+- The prompts follow the structure of the paper's in our own words.
+
+Choices where the paper is silent:
+- Attempts are sampled in rounds of `spice.attempts_per_round`, and a round is finished though its first try is valid.
+- Of a document with a valid attempt at least one is kept, even where the ratio of valid to invalid rounds to none.
+- A challenger's trajectory is both its calls, type and question; both are trained on.
+- A challenger's reply cut off by its token limit is never read and so invalid; a reasoner's is graded as it stands.
+- A valid task follows the rules of `jaxsp/rollout/validity.py`. A verdict that times out pays the reasoner 0.
+- A trajectory's sum over tokens is divided by its own role's token limit, or `learner.length_normaliser` for both.
+- Sampler and learner are matched by a capped importance weight per token (`learner.importance_cap`), gradients are
+  clipped to `learner.max_grad_norm`.
+
+Departures that are off by default:
+- `warm_start`: imitation of conversations in the challenger's format comes before self-play.
+- `spice.prompts` = compact: one-line prompts for small models, with two worked examples for the reasoner.
+- `spice.is_grounded_only`: an integer task's numbers must all stand in one sentence of the document.
+- `spice.shares_answers`: tasks of a step with equal question and answer share one set of answers.
+- `spice.tasks_per_document`, `spice.prefers_mixed_tasks`: several tasks of a document train the reasoner, or rather
+  those of mixed outcome than a random one.
+- `spice.challenger_reward`, `spice.trains_challenger`, `spice.trains_reasoner`: other rewards and a fixed role, which
+  are ablations of the paper but for `learnability_4p1mp` and a fixed reasoner.
+- `learner.advantage` = group_std, `learner.kl_coef`: GRPO's advantages, a pull towards the policy at the phase's start.
 """
 
 import functools

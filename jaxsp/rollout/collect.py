@@ -243,7 +243,7 @@ def _reasoner_group(item: _Solved, group_id: str) -> Group:
             segments=(given.call.segment,),
             reward=float(given.verdict.correct),
             status=_answer_status(given),
-            text=given.reply,
+            text=given.call.completion.text,
         )
         for given in item.answers
     )
@@ -285,7 +285,7 @@ def _episodes(solved: list[_Solved], tasks: Sequence[Task], rules: SpiceRules, t
         for given in item.answers:
             rows.append({
                 "role": "reasoner", "task_id": task.task_id, "question": task.text, "reference": task.answer,
-                "text": given.reply, "num_prompt_tokens": len(given.call.request.tokens),
+                "text": given.call.completion.text, "num_prompt_tokens": len(given.call.request.tokens),
                 "num_sampled_tokens": len(given.call.completion.tokens),
                 "finish_reason": given.call.completion.finish_reason, "reward": float(given.verdict.correct),
                 "reason": given.verdict.status, "extracted": given.verdict.extracted,

@@ -33,7 +33,6 @@ class Setting:
 
     generate: Generate
     renderer: RendersChat
-    encode: Callable[[str], Sequence[int]]
     prompts: PromptSet
     check: Callable[[Proposal, str], Awaitable[Verdict]]
     parses: Callable[[str], Awaitable[bool]]
@@ -73,16 +72,15 @@ class Attempt:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """A reasoner's episode: its reply, with the text that the prompt supplied in front, and the verdict on it."""
+    """A reasoner's episode: its reply and the verdict on it."""
 
     call: Call
-    reply: str
     verdict: Verdict
 
 
-async def _call(setting: Setting, messages: list[dict[str, str]], prefix: str, sampling: Sampling, seed: int) -> Call:
+async def _call(setting: Setting, messages: list[dict[str, str]], sampling: Sampling, seed: int) -> Call:
     request = GenerateRequest(
-        tokens=(*setting.renderer.prompt(messages), *(setting.encode(prefix) if prefix else ())),
+        tokens=setting.renderer.prompt(messages),
         seed=seed,
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
@@ -103,7 +101,7 @@ async def propose(
     prompts = setting.prompts
     type_calls = await asyncio.gather(
         *(
-            _call(setting, prompts.type_messages(document), "", sampling, seed)
+            _call(setting, prompts.type_messages(document), sampling, seed)
             for document, seed in zip(documents, seeds, strict=True)
         )
     )
@@ -112,7 +110,7 @@ async def propose(
         answer_type = _readable(type_call, prompts.read_type)
         if isinstance(answer_type, Rejection):
             return Attempt((type_call,), answer_type)
-        call = await _call(setting, prompts.question_messages(document, answer_type), "", sampling, seed)
+        call = await _call(setting, prompts.question_messages(document, answer_type), sampling, seed)
         proposal = _readable(call, lambda reply: prompts.read_question(reply, answer_type))
         if isinstance(proposal, Proposal) and (reason := rejection_reason(proposal, document, is_grounded_only)):
             proposal = Rejection(reason)
@@ -141,10 +139,11 @@ async def answer(
     prompts = setting.prompts
     calls = await asyncio.gather(
         *(
-            _call(setting, prompts.reasoner_messages(proposal.question), prompts.reasoner_prefix, sampling, seed)
+            _call(setting, prompts.reasoner_messages(proposal.question), sampling, seed)
             for proposal, seed in zip(proposals, seeds, strict=True)
         )
     )
-    replies = [prompts.reasoner_prefix + call.completion.text for call in calls]
-    verdicts = await asyncio.gather(*map(setting.check, proposals, replies))
-    return [Answer(*each) for each in zip(calls, replies, verdicts, strict=True)]
+    verdicts = await asyncio.gather(
+        *(setting.check(proposal, call.completion.text) for proposal, call in zip(proposals, calls, strict=True))
+    )
+    return [Answer(*each) for each in zip(calls, verdicts, strict=True)]

@@ -15,7 +15,13 @@ _REFERS_TO_SOURCE = re.compile(
 _INTEGER = re.compile(r"-?[0-9]{1,15}")
 _SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell them; neither UTF-8 nor SQLite can hold them
 _NUMBER = re.compile(r"\d+")
-_OPTIONS = [re.compile(rf"(?<![A-Za-z]){letter}[).:]") for letter in "ABCDE"]
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
+# Ways to mark options A to E, those that each begin a line first. An option has text after its mark.
+_OPTION_MARKS = [
+    [re.compile(rf"{before}{letter}{re.escape(after)}(?=\s*\S)", re.MULTILINE) for letter in "ABCDE"]
+    for before in (r"^[^\w\n]*", r"(?<![A-Za-z])")
+    for after in ").:"
+]
 MAX_QUESTION_CHARACTERS = 4000
 MAX_STRING_WORDS = 3
 
@@ -24,8 +30,8 @@ def rejection_reason(proposal: Proposal, document: str, is_grounded_only: bool) 
     """The first rule that `proposal` breaks, or None. Whether an expression parses is asked of the verifier, not here.
 
     With `is_grounded_only`, a question with an integer answer must hold at least two numbers, and its numbers with
-    the answer must all come from the document, each no more often than it stands there. For documents that state the
-    parts and the result of a relation this nearly implies that the answer is right.
+    the answer must all come from one sentence of the document, each no more often than it stands there. For sentences
+    that state the parts and the result of a relation this nearly implies that the answer is right.
     """
     question, answer = proposal.question, proposal.answer
     if not question:
@@ -46,8 +52,22 @@ def rejection_reason(proposal: Proposal, document: str, is_grounded_only: bool) 
 def _choice_reason(question: str, answer: str) -> str | None:
     if answer not in {"A", "B", "C", "D"}:
         return "not_a_letter"
-    has = [pattern.search(question) is not None for pattern in _OPTIONS]
-    return None if all(has[:4]) and not has[4] else "not_four_options"
+    return None if _num_options(question) == 4 else "not_four_options"
+
+
+def _num_options(question: str) -> int:
+    """How many options are listed from A on, 0 for fewer than four.
+
+    One counts only behind the one before and marked in the same way, so `vitamin E.` in the words of a question or of
+    an option is no fifth option.
+    """
+    for marks in _OPTION_MARKS:
+        count = position = 0
+        while count < len(marks) and (match := marks[count].search(question, position)):
+            count, position = count + 1, match.end()
+        if count >= 4:
+            return count
+    return 0
 
 
 def _integer_reason(question: str, answer: str) -> str | None:
@@ -77,4 +97,6 @@ def _grounding_reason(proposal: Proposal, document: str) -> str | None:
     if len(asked) < 2:
         return "too_few_numbers"
     used = Counter([*asked, *_NUMBER.findall(proposal.answer)])
-    return None if used <= Counter(_NUMBER.findall(document)) else "not_grounded"
+    sentences = _SENTENCE_END.split(document)
+    is_grounded = any(used <= Counter(_NUMBER.findall(sentence)) for sentence in sentences)
+    return None if is_grounded else "not_grounded"

@@ -38,6 +38,20 @@ class Cups:
     def reply(self) -> str:
         return f"Question: {self.question}\nAnswer: {self.answer}"
 
+    @property
+    def solution(self) -> str:
+        return worked(self.first, self.second, self.answer)
+
+
+def worked(first: int, second: int, result: int) -> str:
+    """A reasoner's reply in the form of the compact prompt's examples."""
+    return f"{first} + {second} = \\boxed{{{result}}}"
+
+
+def asked_question(prompt: str) -> str:
+    """The question of a compact reasoner prompt, which stands after its worked examples."""
+    return prompt.rsplit("user\n", 1)[1].removesuffix("assistant\n")
+
 
 @dataclass
 class Game:
@@ -53,10 +67,11 @@ class Game:
     def __call__(self, prompt: str, seed: int) -> str:
         document = next((document for document in self.attempts if document in prompt), None)
         if document is None:
-            question = prompt.split("\n")[1].removesuffix("assistant")
+            question = asked_question(prompt)
             self.times[question] += 1
-            numbers = [int(word) for word in question.split() if word.isdigit()]
-            return f"{sum(numbers[:2]) if self.times[question] <= self.num_right.get(question, 10**6) else 0}}}"
+            first, second = [int(word) for word in question.split() if word.isdigit()]
+            is_right = self.times[question] <= self.num_right.get(question, 10**6)
+            return worked(first, second, first + second if is_right else 0)
         if ASKS_TYPE in prompt:
             return "number"
         replies = self.attempts[document]

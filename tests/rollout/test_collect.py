@@ -75,7 +75,7 @@ def test_a_whole_step_gives_groups_tasks_episodes_and_metrics():
     assert metrics["challenger/distinct_frac"] == 0.5
     assert metrics["reasoner/accuracy_frac"] == 6 / 8
     assert metrics["reasoner/mixed_frac"] == 0.5
-    assert metrics["reasoner/tokens_mean"] == (6 * len("7}.") + 2 * len("0}.")) / 8  # the end of the reply counts
+    assert metrics["reasoner/tokens_mean"] == len("3 + 4 = \\boxed{7}.")  # the end of the reply counts
     num_tokens = 12 * len("number.") + 2 * len(one.reply + ".") + 10 * len(INVALID + ".")
     assert metrics["challenger/tokens_mean"] == pytest.approx(num_tokens / 12)
     assert metrics["reasoner/no_answer_frac"] == metrics["verifier/timeout_frac"] == 0
@@ -109,9 +109,9 @@ def test_episodes_hold_a_row_for_each_trajectory_with_texts_counts_rewards_and_r
         "task_id": "3/task0",
         "question": cups.question,
         "reference": "7",
-        "text": "\\boxed{7}",
-        "num_prompt_tokens": len(renderer.prompt(prompts.reasoner_messages(cups.question))) + len("\\boxed{"),
-        "num_sampled_tokens": 3,
+        "text": "3 + 4 = \\boxed{7}",
+        "num_prompt_tokens": len(renderer.prompt(prompts.reasoner_messages(cups.question))),
+        "num_sampled_tokens": len("3 + 4 = \\boxed{7}") + 1,
         "finish_reason": "stop",
         "reward": 1.0,
         "reason": "ok",

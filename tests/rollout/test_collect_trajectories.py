@@ -16,13 +16,15 @@ from tests.rollout.spice_game import (
     Cups,
     Game,
     all_segments,
+    asked_question,
     by_role,
     plain,
     play,
     play_in,
     rewards_of,
+    worked,
 )
-from tests.tiny import END, ScriptedGenerate, check_here, decode_bytes, encode_bytes, make_setting
+from tests.tiny import END, ByteRenderer, ScriptedGenerate, check_here, decode_bytes, make_setting
 
 # --- trajectories
 
@@ -54,14 +56,17 @@ def test_the_loss_is_on_the_sampled_tokens_and_on_nothing_else():
         assert (turn.finish_reason, turn.policy_version) == ("stop", 17)
 
 
-def test_the_prefix_of_the_reasoners_reply_is_masked():
+def test_the_worked_examples_of_a_reasoners_prompt_are_not_trained_on():
     cups = Cups(3, 4)
     played = play(Game({cups.document: [cups.reply]}), [cups.document])
-    for trajectory, segment in all_segments(played):
-        if trajectory.role == "reasoner":
-            assert segment.tokens[~segment.loss_mask].tolist()[-7:] == encode_bytes("\\boxed{")
-            assert segment.tokens[segment.loss_mask].tolist() == [*b"7}", END]
-            assert trajectory.text == "\\boxed{7}"
+    (group,) = by_role(played, "reasoner")
+    prompt = ByteRenderer().prompt(PROMPTS["compact"].reasoner_messages(cups.question))
+    assert decode_bytes(prompt).count("\\boxed{") == 2
+    for trajectory in group.trajectories:
+        (segment,) = trajectory.segments
+        assert segment.tokens[~segment.loss_mask].tolist() == list(prompt)
+        assert segment.tokens[segment.loss_mask].tolist() == [*b"3 + 4 = \\boxed{7}", END]
+        assert trajectory.text == "3 + 4 = \\boxed{7}"
 
 
 def test_a_challengers_trajectory_holds_both_its_calls():
@@ -84,7 +89,7 @@ def test_truncated_challengers_and_reasoners_are_counted_as_such():
     for trajectory in cut.groups[0].trajectories:
         assert trajectory.segments[1].turns[1].finish_reason == "length"
 
-    cut = play_in(setting, [cups.document], reasoner=Sampling(1, 1.0))  # "7" without its closing brace
+    cut = play_in(setting, [cups.document], reasoner=Sampling(len(cups.solution) - 1, 1.0))  # no closing brace
     (group,) = by_role(cut, "reasoner")
     assert group.rewards.tolist() == [0.0] * 4 and {t.status for t in group.trajectories} == {"truncated"}
     assert cut.metrics["episode/truncated_frac"] == 1 and cut.metrics["reasoner/no_answer_frac"] == 1
@@ -125,7 +130,7 @@ def quoting_script(prompts: str):
     def script(prompt: str, seed: int) -> str:
         words = [word.rstrip(".") for word in prompt.split() if word.startswith("d") and "w" in word]
         if len(words) < 60:
-            return "I say \\boxed{" * (prompts == "full") + words[0] + "}"
+            return f"I say \\boxed{{{words[0]}}}"
         question = f"What of {seed} follows {' '.join(words[10:17])} in a list?"
         if prompts == "compact":
             return "word" if ASKS_TYPE in prompt else f"Question: {question}\nAnswer: {words[17]}"
@@ -154,10 +159,7 @@ def test_no_reasoner_prompt_holds_text_of_a_document_but_for_what_the_question_q
         if len(five_word_windows(text) & windows) < 50
     ]
     assert len(asked) == len(questions) * 4  # every other request is a challenger's, with the whole document
-    expected = {
-        (*setting.renderer.prompt(setting.prompts.reasoner_messages(q)), *encode_bytes(setting.prompts.reasoner_prefix))
-        for q in questions
-    }
+    expected = {setting.renderer.prompt(setting.prompts.reasoner_messages(question)) for question in questions}
     assert {request.tokens for request in asked} == expected  # so a prompt is a function of its question
     for request in asked:
         text = decode_bytes(request.tokens)
@@ -180,8 +182,8 @@ def drawn_by_seed(prompt: str, seed: int) -> str:
         if ASKS_TYPE in prompt:
             return rng.choice(["number"] * 5 + ["nothing"])
         return rng.choice([INVALID, INVALID, Cups(rng.randrange(2, 5), 30).reply])
-    words = prompt.split()
-    return f"{int(words[3]) + rng.choice([30, 31])}}}"
+    first = int(asked_question(prompt).split()[2])
+    return worked(first, 30, first + rng.choice([30, 31]))
 
 
 def test_the_same_arguments_give_the_same_step_however_quickly_replies_come():

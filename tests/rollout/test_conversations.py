@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxsp.config import UserError
@@ -54,6 +54,7 @@ def test_a_file_that_is_missing_or_holds_nothing_is_named(tmp_path):
         read_conversations(str(tmp_path / "empty.jsonl"))
 
 
+@settings(deadline=None)
 @given(count=st.integers(1, 12), batch_size=st.integers(1, 15), seed=st.integers(0, 5))
 def test_every_pass_over_the_data_draws_each_conversation_once(count, batch_size, seed):
     steps = [draw_conversations(numbered(count), batch_size, step, seed) for step in range(count)]

@@ -1,7 +1,7 @@
 import random
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxsp.rollout.collect import keep_ratio
@@ -23,12 +23,14 @@ def num_valid(attempts) -> int:
     return sum(isinstance(attempt.outcome, Proposal) for attempt in attempts)
 
 
+@settings(deadline=None)
 @given(**COUNTS, seed=st.integers())
 def test_as_many_attempts_are_kept_as_there_are_up_to_the_group_size(group_size, flags, seed):
     kept = keep_ratio(attempts_of(flags), group_size, random.Random(seed))
     assert len(kept) == min(group_size, len(flags))
 
 
+@settings(deadline=None)
 @given(**COUNTS, seed=st.integers())
 def test_the_kept_ratio_is_the_nearest_one_but_one_valid_attempt_always_stays(group_size, flags, seed):
     kept = keep_ratio(attempts_of(flags), group_size, random.Random(seed))
@@ -37,6 +39,7 @@ def test_the_kept_ratio_is_the_nearest_one_but_one_valid_attempt_always_stays(gr
     assert (num_valid(kept) > 0) == any(flags)
 
 
+@settings(deadline=None)
 @given(**COUNTS, seed=st.integers())
 def test_kept_attempts_are_some_of_those_made_each_once_and_in_order(group_size, flags, seed):
     attempts = attempts_of(flags)

@@ -4,13 +4,14 @@ import json
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxsp.rollout.prompts import PROMPTS, AnswerType, Proposal, Rejection
 from jaxsp.rollout.prompts.compact import format_question
 from jaxsp.rollout.prompts.full import first_json_object
 from jaxsp.rollout.validity import rejection_reason
+from jaxsp.verifiers.math_answer import Verdict
 from jaxsp.verifiers.verify import ANSWER_KINDS, KINDS
 
 FULL, COMPACT = PROMPTS["full"], PROMPTS["compact"]
@@ -29,6 +30,13 @@ def text_of(messages) -> str:
     (message,) = messages
     assert message["role"] == "user"
     return message["content"]
+
+
+def verdict_on(reply: str, answer: str, answer_type: AnswerType) -> Verdict:
+    kind = KINDS[ANSWER_KINDS[answer_type]]
+    verdict = kind.quick(answer, reply) or (kind.slow(answer, reply) if kind.slow else None)
+    assert verdict is not None
+    return verdict
 
 
 def asked_json(prompt: str) -> str:
@@ -101,20 +109,34 @@ def test_the_compact_question_call_reads_what_its_prompt_asks_for(answer_type):
     assert rejection_reason(proposal, DOCUMENT, False) is None
 
 
-@pytest.mark.parametrize("name", PROMPTS)
+@pytest.mark.parametrize(
+    ("name", "form"), [("full", r"So the answer is \boxed{%s}."), ("compact", r"9 + 2 = \boxed{%s}")]
+)
 @pytest.mark.parametrize("answer_type", GOOD)
-def test_a_reply_as_the_reasoner_prompt_asks_for_it_is_read_by_the_verifier(name, answer_type):
-    prompts, (question, answer) = PROMPTS[name], GOOD[answer_type]
-    prompt = text_of(prompts.reasoner_messages(question))
-    assert question in prompt
-    box = r"\boxed{"
-    assert box in prompt + prompts.reasoner_prefix
-    kind = KINDS[ANSWER_KINDS[answer_type]]
+def test_a_reply_as_the_reasoner_prompt_asks_for_it_is_read_by_the_verifier(name, form, answer_type):
+    question, answer = GOOD[answer_type]
+    messages = PROMPTS[name].reasoner_messages(question)
+    assert question in messages[-1]["content"]
+    assert any(r"\boxed{" in message["content"] for message in messages)
     for given_answer, is_right in ((answer, True), (WRONG[answer_type], False)):
-        sampled = given_answer + "}" if prompts.reasoner_prefix else rf"So the answer is {box}{given_answer}}}."
-        reply = prompts.reasoner_prefix + sampled
-        verdict = kind.quick(answer, reply) or (kind.slow(answer, reply) if kind.slow else None)
-        assert verdict is not None and (verdict.correct, verdict.status) == (is_right, "ok")
+        verdict = verdict_on(form % given_answer, answer, answer_type)
+        assert (verdict.correct, verdict.status) == (is_right, "ok")
+
+
+def test_the_compact_reasoner_prompt_is_a_right_sum_and_a_right_difference_and_then_the_question():
+    *examples, asked = COMPACT.reasoner_messages("How many?")
+    assert asked == {"role": "user", "content": "How many?"}
+    assert [message["role"] for message in examples] == ["user", "assistant"] * 2
+    signs = []
+    for question, reply in zip(examples[::2], examples[1::2], strict=True):
+        match = re.fullmatch(r"(\d+) ([+-]) (\d+) = \\boxed\{(\d+)\}", reply["content"])
+        assert match is not None
+        first, sign, second, result = match.groups()
+        assert re.findall(r"\d+", question["content"]) == [first, second]  # the result is not told
+        assert int(result) == (int(first) + int(second) if sign == "+" else int(first) - int(second))
+        assert verdict_on(reply["content"], result, "integer").correct
+        signs.append(sign)
+    assert signs == ["+", "-"]
 
 
 @pytest.mark.parametrize("name", PROMPTS)
@@ -123,7 +145,7 @@ def test_challenger_prompts_hold_the_document_unchanged_and_the_reasoners_the_qu
     assert DOCUMENT in text_of(prompts.type_messages(DOCUMENT))
     for answer_type in GOOD:
         assert DOCUMENT in text_of(prompts.question_messages(DOCUMENT, answer_type))
-    assert DOCUMENT in text_of(prompts.reasoner_messages(DOCUMENT))  # a question may hold braces too
+    assert DOCUMENT in prompts.reasoner_messages(DOCUMENT)[-1]["content"]  # a question may hold braces too
 
 
 # --- the full readers
@@ -182,6 +204,7 @@ def test_a_reply_that_runs_away_has_no_json(reply):
     assert first_json_object(reply) is None
 
 
+@settings(deadline=None)
 @given(st.text(st.sampled_from('{}[]":,\\ \nabu0123456789-eE.</think>'), max_size=60))
 def test_no_reply_makes_a_reader_raise(reply):
     for prompts in PROMPTS.values():
@@ -193,6 +216,7 @@ def test_no_reply_makes_a_reader_raise(reply):
 PRINTABLE = st.text(st.characters(exclude_categories=["Cc", "Cs"], exclude_characters="\\"))
 
 
+@settings(deadline=None)
 @given(st.dictionaries(PRINTABLE, PRINTABLE, min_size=1))
 def test_any_object_in_text_is_read_back(fields):
     assert first_json_object(f"I think {{so}}.\n{json.dumps(fields, ensure_ascii=False)}\nDone.") == fields

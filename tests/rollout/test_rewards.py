@@ -1,7 +1,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxsp.config import SpiceConfig
@@ -53,11 +53,13 @@ def test_every_reward_of_the_config_is_in_the_table():
     assert set(SOLVE_RATE_REWARDS) == set(SpiceConfig.__annotations__["challenger_reward"].__args__)
 
 
+@settings(deadline=None)
 @given(p=RATES, name=st.sampled_from(sorted(SOLVE_RATE_REWARDS)))
 def test_rewards_lie_between_0_and_1(p, name):
     assert 0 <= SOLVE_RATE_REWARDS[name](p, TAU) <= 1
 
 
+@settings(deadline=None)
 @given(
     eighths=st.integers(0, 8),
     name=st.sampled_from(["gaussian_variance", "one_minus_abs", "threshold", "learnability_4p1mp"]),

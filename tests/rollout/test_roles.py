@@ -8,7 +8,7 @@ import pytest
 
 from jaxsp.rollout.prompts import PROMPTS, Proposal, Rejection
 from jaxsp.rollout.roles import Sampling, Setting, answer, propose
-from tests.tiny import END, ByteRenderer, ScriptedGenerate, decode_bytes, encode_bytes, make_setting
+from tests.tiny import END, ByteRenderer, ScriptedGenerate, decode_bytes, make_setting
 
 DOCUMENT = "Anna has 3 red cups and 4 blue cups, so Anna has 7 cups in all."
 QUESTION = "Anna has 3 red cups and 4 blue cups. How many cups does Anna have in all?"
@@ -109,18 +109,27 @@ def test_a_truncated_question_is_never_read_though_it_looks_whole(prompts):
     assert cut.outcome == Rejection("truncated")
 
 
-def test_the_prefix_of_an_answer_is_prompt_and_the_verdict_is_on_the_whole_reply():
+def test_an_answer_is_asked_for_by_the_reasoners_prompt_alone_and_the_verdict_is_on_the_reply():
     question = Proposal(QUESTION, "7", "integer")
-    given, wrong = answers_to(ScriptedGenerate(lambda prompt, seed: "8}" if seed else "7}"), [question, question])
-    assert given.call.request.tokens[-7:] == tuple(encode_bytes("\\boxed{"))
-    assert given.reply == "\\boxed{7}" and given.verdict.correct and not wrong.verdict.correct
-    segment = given.call.segment
-    assert segment.tokens[segment.loss_mask].tolist() == [*b"7}", END]
+    right, wrong = r"3 + 4 = \boxed{7}", r"3 + 4 = \boxed{8}"
+    answers = answers_to(ScriptedGenerate(lambda prompt, seed: wrong if seed else right), [question, question])
+    for given, reply in zip(answers, (right, wrong), strict=True):
+        # The examples' own boxes stand in the prompt, where no verdict looks.
+        assert given.call.request.tokens == ByteRenderer().prompt(PROMPTS["compact"].reasoner_messages(QUESTION))
+        assert given.call.completion.text == reply and given.verdict.correct == (reply == right)
+        segment = given.call.segment
+        assert segment.tokens[segment.loss_mask].tolist() == [*reply.encode(), END]
+
+
+def test_a_reply_without_an_answer_is_not_saved_by_the_boxes_of_the_worked_examples():
+    (given,) = answers_to(ScriptedGenerate(lambda prompt, seed: "3 + 4 = 7"), [Proposal(QUESTION, "7", "integer")])
+    assert "\\boxed{7}" in decode_bytes(given.call.request.tokens)
+    assert (given.verdict.correct, given.verdict.status) == (False, "no_answer")
 
 
 def test_answers_and_attempts_come_back_in_the_order_of_their_requests_whatever_their_timing():
     rng = random.Random(0)
-    generate = ScriptedGenerate(lambda prompt, seed: f"{seed}}}", delay_s=lambda: rng.random() / 300)
+    generate = ScriptedGenerate(lambda prompt, seed: f"\\boxed{{{seed}}}", delay_s=lambda: rng.random() / 300)
     proposals = [Proposal(f"Question {number}?", str(number), "integer") for number in range(20)]
     answers = answers_to(generate, proposals)
     assert [given.verdict.extracted for given in answers] == [str(number) for number in range(20)]

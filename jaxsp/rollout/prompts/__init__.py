@@ -11,8 +11,7 @@ from jaxsp.rollout.prompts.proposal import AnswerType, Messages, Proposal, Rejec
 class PromptSet:
     """`type_messages` and `question_messages` are the challenger's two calls, `reasoner_messages` the reasoner's one.
 
-    The reasoner's messages are made from the question alone: it never sees the document. `reasoner_prefix` is text
-    that the prompt supplies at the start of the reasoner's reply; it is not trained on.
+    The reasoner's messages are made from the question alone: it never sees the document.
     """
 
     type_messages: Callable[[str], Messages]
@@ -20,12 +19,11 @@ class PromptSet:
     question_messages: Callable[[str, AnswerType], Messages]
     read_question: Callable[[str, AnswerType], Proposal | Rejection]
     reasoner_messages: Callable[[str], Messages]
-    reasoner_prefix: str
 
 
 PROMPTS = {
     "full": PromptSet(
-        full.type_messages, full.read_type, full.question_messages, full.read_question, full.reasoner_messages, ""
+        full.type_messages, full.read_type, full.question_messages, full.read_question, full.reasoner_messages
     ),
     "compact": PromptSet(
         compact.type_messages,
@@ -33,7 +31,6 @@ PROMPTS = {
         compact.question_messages,
         compact.read_question,
         compact.reasoner_messages,
-        compact.REASONER_PREFIX,
     ),
 }
 

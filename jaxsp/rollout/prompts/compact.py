@@ -18,7 +18,6 @@ _ASKS = {
     "choice": "Write a question with four options A) B) C) D).",
     "expression": "Write a question with a formula as its answer.",
 }
-REASONER_PREFIX = ""
 _EXAMPLES: Messages = [
     {"role": "user", "content": "Mia has 4 cups and gets 3 more. How many cups does Mia have?"},
     {"role": "assistant", "content": "4 + 3 = \\boxed{7}"},
