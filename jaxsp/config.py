@@ -3,6 +3,7 @@
 `None` means off. Nothing derived is stored. Leaf functions take values, never a config.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,7 +120,7 @@ class SpiceConfig:
     challenger_max_tokens: int = 4096
     reasoner_max_tokens: int = 4096
     is_grounded_only: bool = False
-    """Also ask that every number of an integer question and its answer stands in the document."""
+    """Also ask that all numbers of an integer question and its answer stand in one sentence of the document."""
     shares_answers: bool = False
     """Questions with the same text in a step share one set of G answers."""
     tasks_per_document: int = 1
@@ -180,6 +181,31 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 
+_AT_LEAST = {
+    "learner.trajectories_per_update": 0,
+    "learner.length_normaliser": 1,
+    "learner.row_tokens": 1,
+    "learner.rows_per_microbatch": 1,
+    "learner.logits_chunk": 1,
+    "warm_start.num_steps": 0,
+    "warm_start.batch_size": 1,
+    "spice.num_steps": 0,
+    "spice.documents_per_step": 1,
+    "spice.group_size": 2,
+    "spice.max_attempts": 1,
+    "spice.attempts_per_round": 1,
+    "spice.tasks_per_document": 1,
+    "spice.challenger_max_tokens": 1,
+    "spice.reasoner_max_tokens": 1,
+    "evaluation.every_steps": 0,
+    "evaluation.num_samples": 1,
+    "evaluation.challenger_samples": 1,
+    "verifier.num_workers": 1,
+    "checkpoint.every_steps": 1,
+    "checkpoint.keep": 1,
+}
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads the YAML at `path`, applies `overrides` (`a.b=c`, the last one wins), checks every key and type.
 
@@ -198,8 +224,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     except OmegaConfBaseException as error:
         raise UsageError(f"config {path}: {_first_lines(error)}") from error
     except Exception as error:  # YAML's own parse errors share no base class with OmegaConf's
-        raise UsageError(f"config {path} is not readable YAML: {error}") from error
+        raise UsageError(f"config {path} is not readable YAML: {' '.join(str(error).split())}") from error
     assert isinstance(config, RunConfig)
+    for name, least in _AT_LEAST.items():
+        value = functools.reduce(getattr, name.split("."), config)
+        if value is not None and value < least:
+            raise UsageError(f"{name} = {value} must be at least {least}")
     return config
 
 

@@ -15,9 +15,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxsp.model import decoder
+from jaxsp.model.attention import attention
 from jaxsp.model.decoder import Params
 from jaxsp.model.sizes import DecoderSizes
 from jaxsp.sampler.sampling import sample_tokens
@@ -86,22 +87,6 @@ def make_programs(sizes: DecoderSizes, compute_dtype: Any, decode_chunk: int, kv
     )
 
 
-def _cached_attention(
-    q: Float[Array, "B L N H"],
-    keys: Float[Array, "B K S H"],
-    values: Float[Array, "B K S H"],
-    mask: Bool[Array, "B L S"],
-) -> Float[Array, "B L N H"]:
-    """`softmax(q k^T / sqrt(H)) v` over cached positions; scores and softmax in float32."""
-    batch, length, num_heads, head_dim = q.shape
-    num_kv_heads = keys.shape[1]
-    grouped = q.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    scores = jnp.einsum("blkgh,bksh->bkgls", grouped, keys, preferred_element_type=jnp.float32) * head_dim**-0.5
-    scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-    return jnp.einsum("bkgls,bksh->blkgh", weights, values).reshape(q.shape)
-
-
 def _prefill(
     sizes: DecoderSizes,
     compute_dtype: Any,
@@ -126,10 +111,8 @@ def _prefill(
             jax.lax.dynamic_update_slice_in_dim(old, jnp.swapaxes(new, 1, 2), start, axis=2)
             for old, new in zip(entry, (k, v), strict=True)
         )
-        return _cached_attention(q, keys, values, jnp.broadcast_to(mask, (num_prompts, *mask.shape[1:]))), (
-            keys,
-            values,
-        )
+        rows_mask = jnp.broadcast_to(mask, (num_prompts, *mask.shape[1:]))
+        return attention(q, keys, values, rows_mask), (keys, values)
 
     states, cache = decoder.hidden_states(
         sizes, params, tokens, jnp.broadcast_to(positions, tokens.shape), attend, cache, compute_dtype=compute_dtype
@@ -159,7 +142,7 @@ def _decode(
 
         def attend(q: Array, k: Array, v: Array, entry: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
             keys, values = (_write_token(old, new[:, 0], length) for old, new in zip(entry, (k, v), strict=True))
-            return _cached_attention(q, keys, values, mask), (keys, values)
+            return attention(q, keys, values, mask), (keys, values)
 
         return attend
 

@@ -84,7 +84,11 @@ def full_logprobs(sizes: DecoderSizes, params: Params, segments: Sequence[Segmen
     causal = jnp.tril(jnp.ones((len(segments), length, length), bool))
     positions = jnp.tile(jnp.arange(length), (len(segments), 1))
     hidden, _ = hidden_states(
-        sizes, params, tokens, positions, lambda q, k, v, cache: (attention(q, k, v, causal), cache)
+        sizes,
+        params,
+        tokens,
+        positions,
+        lambda q, k, v, cache: (attention(q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), causal), cache),
     )
     scores = jax.nn.log_softmax(logits(params, hidden) / temperatures[:, None, None], axis=-1)
     found = jnp.take_along_axis(scores[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]

@@ -22,7 +22,7 @@ def test_attention_equals_a_loop_over_heads_and_queries():
     q, k, v = random_qkv(0, 5)
     mask = np.random.default_rng(1).random((2, 5, 5)) < 0.5
     mask |= np.eye(5, dtype=bool)
-    found = attention(q, k, v, jnp.asarray(mask))
+    found = attention(q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), jnp.asarray(mask))
     for b, i, n in np.ndindex(2, 5, 4):
         scores = np.asarray(k[b, :, n // 2] @ q[b, i, n]) / np.sqrt(8)
         weights = np.where(mask[b, i], np.exp(scores), 0)
@@ -42,7 +42,7 @@ def test_every_path_of_a_forest_attends_as_if_it_stood_alone():
     for path in PATHS:
         index = jnp.array(path)
         causal = jnp.broadcast_to(jnp.tril(jnp.ones((len(path),) * 2, bool)), (2, len(path), len(path)))
-        alone = attention(q[:, index], k[:, index], v[:, index], causal)
+        alone = attention(q[:, index], jnp.swapaxes(k[:, index], 1, 2), jnp.swapaxes(v[:, index], 1, 2), causal)
         np.testing.assert_allclose(packed[:, index], alone, atol=1e-6)
     np.testing.assert_allclose(packed[:, 10], jnp.repeat(v[:, 10], 2, axis=1), atol=1e-6)  # padding sees itself
 

@@ -69,7 +69,12 @@ def test_unrolled_layers_and_recomputed_layers_give_what_scanned_layers_give():
     @functools.partial(jax.jit, static_argnames="remat")
     def run(p, remat=False):
         return hidden_states(
-            source.sizes, p, tokens, positions, lambda q, k, v, c: (attention(q, k, v, mask), c), remat=remat
+            source.sizes,
+            p,
+            tokens,
+            positions,
+            lambda q, k, v, c: (attention(q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), mask), c),
+            remat=remat,
         )[0]
 
     np.testing.assert_allclose(run(unstack_layers(params)), run(params), atol=1e-5)

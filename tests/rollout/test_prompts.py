@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxsp.envs.corpus.quantities import number_pairs
 from jaxsp.rollout.prompts import PROMPTS, AnswerType, Proposal, Rejection
 from jaxsp.rollout.prompts.compact import format_question
 from jaxsp.rollout.prompts.full import first_json_object
@@ -297,3 +298,13 @@ def test_a_compact_question_reply_is_two_lines_and_nothing_else(reply):
 
 def test_a_compact_answer_loses_its_final_full_stop():
     assert COMPACT.read_question("\nQuestion:  Q? \nAnswer: 7. \n", "integer") == Proposal("Q?", "7", "integer")
+
+
+def test_the_worked_examples_use_no_held_out_pair_of_numbers():
+    shown = text_of(COMPACT.reasoner_messages("?"))
+    held_out = number_pairs(is_held_out=True)
+    signs = {"+": held_out["add"], "-": held_out["take"]}
+    examples = re.findall(r"(\d+) ([+-]) (\d+) =", shown)
+    assert len(examples) == 2
+    for first, sign, second in examples:
+        assert (int(first), int(second)) not in signs[sign]

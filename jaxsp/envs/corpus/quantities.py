@@ -82,7 +82,7 @@ _STATEMENTS = {
     "price": (
         "A {u} costs {a} dollars and a {v} costs {b} dollars, so both together cost {c} dollars.",
         "{x} bought a {u} for {a} dollars and a {v} for {b} dollars and paid {c} dollars in all.",
-        "In the shop of {x}, a {u} costs {a} dollars and a {v} costs {b} dollars. Together they cost {c} dollars.",
+        "In the shop of {x}, a {u} costs {a} dollars and a {v} costs {b} dollars, and both together {c} dollars.",
     ),
     "left": (
         "{x} had {a} {t} and gave {b} of them to {y}, so {c} {t} are left.",

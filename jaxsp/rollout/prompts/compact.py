@@ -21,8 +21,8 @@ _ASKS = {
 _EXAMPLES: Messages = [
     {"role": "user", "content": "Mia has 4 cups and gets 3 more. How many cups does Mia have?"},
     {"role": "assistant", "content": "4 + 3 = \\boxed{7}"},
-    {"role": "user", "content": "Leo has 8 nuts and eats 5. How many nuts are left?"},
-    {"role": "assistant", "content": "8 - 5 = \\boxed{3}"},
+    {"role": "user", "content": "Leo has 9 nuts and eats 5. How many nuts are left?"},
+    {"role": "assistant", "content": "9 - 5 = \\boxed{4}"},
 ]
 _QUESTION = re.compile(r"Question:\s*([^\n]+)\nAnswer:\s*([^\n]+)")
 
