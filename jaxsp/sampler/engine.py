@@ -1,6 +1,7 @@
 """Continuous batching: requests join and leave a running batch, one device step at a time, on the caller's event loop.
 
-A step admits waiting requests to free rows (computing each distinct prompt once), then decodes a chunk of tokens for
+A step admits waiting requests to free rows (computing each distinct prompt once, and a prefix that all of them share
+once for all), then decodes a chunk of tokens for
 all rows. Device work runs in the loop's own thread, and between two steps the loop runs on, so whoever got a
 completion can submit the next request in time for the next step.
 
@@ -26,10 +27,13 @@ from jaxsp.model.decoder import Params
 from jaxsp.model.sizes import DecoderSizes
 from jaxsp.sampler.programs import Cache, Programs, make_programs
 from jaxsp.sampler.scheduler import (
+    PREFIX_STEP,
+    SHORTEST_PREFIX,
     Counts,
     PrefillCall,
     bucket,
     check_request,
+    common_length,
     context_buckets,
     find_ending,
     make_slots,
@@ -52,6 +56,20 @@ class _Sample:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     is_ended: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class _Prefix:
+    """Tokens and their cache, of one row and of just their length."""
+
+    tokens: tuple[int, ...]
+    cache: Cache
+
+    def begins(self, prompt: tuple[int, ...]) -> bool:
+        return len(prompt) > len(self.tokens) and prompt[: len(self.tokens)] == self.tokens
+
+
+_NO_PREFIX = _Prefix((), [])
 
 
 class Engine:
@@ -84,6 +102,7 @@ class Engine:
         self._waiting: deque[_Sample] = deque()
         self._rows: list[_Sample] = []
         self._cache: Cache = []
+        self._prefix = _NO_PREFIX
         self._task: asyncio.Task[None] | None = None
         self._counts = Counts()
 
@@ -100,7 +119,7 @@ class Engine:
         num_in_flight = sum(not sample.is_ended for sample in (*self._rows, *self._waiting))
         if num_in_flight:
             raise ValueError(f"load was called with {num_in_flight} requests in flight; await them first")
-        self._cache, self._rows = [], []
+        self._cache, self._rows, self._prefix = [], [], _NO_PREFIX
         self._params = to_sampler_layout(params, self._compute_dtype, self._param_shardings)
         self._policy_version = policy_version
 
@@ -156,7 +175,7 @@ class Engine:
                 else:
                     sample.future.cancel()
             self._waiting.clear()
-            self._rows, self._cache = [], []
+            self._rows, self._cache, self._prefix = [], [], _NO_PREFIX
 
     def _drop_ended(self) -> None:
         """Forgets waiting requests whose caller has gone; rows are left out at the next gathering."""
@@ -229,16 +248,18 @@ class Engine:
         num_rows, _ = self._cache_shape
         row_hidden = np.zeros((num_rows, self._sizes.embed_dim), self._compute_dtype)
         computed: list[tuple[PrefillCall, jax.Array]] = []
-        for call in plan_prefill([len(prompt) for prompt in prompts], self._prefill_tokens):
+        prefix = self._shared_prefix(prompts)
+        num_shared = len(prefix.tokens)
+        for call in plan_prefill([len(prompt) - num_shared for prompt in prompts], self._prefill_tokens):
             call_prompts = [prompts[index] for index in call.prompts]
-            fresh, hidden = self._run_prefill(call, call_prompts)
+            fresh, hidden = self._run_prefill(call, call_prompts, prefix)
             self._copy_rows(fresh, [rows_of[prompt] for prompt in call_prompts])
             computed.append((call, hidden))
         for call, hidden in computed:  # read back once all calls are under way
             call_hidden = np.asarray(hidden)
             for position, index in enumerate(call.prompts):
                 row_hidden[rows_of[prompts[index]]] = call_hidden[position]
-        num_computed = sum(len(prompt) for prompt in prompts)
+        num_computed = sum(len(prompt) - num_shared for prompt in prompts)
         num_prompt_tokens = sum(len(prompt) * len(rows) for prompt, rows in rows_of.items())
         self._counts.prefill_tokens += num_computed
         self._counts.shared_prompt_tokens += num_prompt_tokens - num_computed
@@ -249,23 +270,53 @@ class Engine:
         for row in rows:
             self._extend(self._rows[row], tokens[row : row + 1], logprobs[row : row + 1])
 
-    def _run_prefill(self, call: PrefillCall, prompts: Sequence[tuple[int, ...]]) -> tuple[Cache, jax.Array]:
-        """The prompts' cache, and the hidden states `[P, D]` of their last tokens."""
+    def _shared_prefix(self, prompts: Sequence[tuple[int, ...]]) -> _Prefix:
+        """A prefix of all prompts, shorter than each, that stands in the cache: the last one if it still fits.
+
+        Its length is a multiple of `PREFIX_STEP`, so that few shapes are met.
+        """
+        if self._prefix.tokens and all(self._prefix.begins(prompt) for prompt in prompts):
+            return self._prefix
+        length = min(common_length(prompts), self._prefill_tokens) // PREFIX_STEP * PREFIX_STEP
+        if len(prompts) < 2 or length < SHORTEST_PREFIX:
+            return _NO_PREFIX
+        tokens = prompts[0][:length]
+        hidden: Any = np.zeros((1, self._sizes.embed_dim), self._compute_dtype)
+        cache, _ = self._programs.prefill(
+            self._params, self._programs.new_cache(1, length), np.array([tokens], np.int32), np.int32(0),
+            np.full(1, length - 1, np.int32), hidden,
+        )  # fmt: skip
+        self._counts.prefill_tokens += length
+        self._prefix = _Prefix(tokens, cache)
+        return self._prefix
+
+    def _run_prefill(
+        self, call: PrefillCall, prompts: Sequence[tuple[int, ...]], prefix: _Prefix
+    ) -> tuple[Cache, jax.Array]:
+        """The prompts' cache, and the hidden states `[P, D]` of their last tokens. `prefix` is not computed again."""
+        num_shared = len(prefix.tokens)
         tokens = np.zeros((call.num_rows, call.capacity), np.int32)
         last_index = np.zeros(call.num_rows, np.int32)
         for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)] = prompt
+            tokens[row, : len(prompt) - num_shared] = prompt[num_shared:]
             last_index[row] = len(prompt) - 1
-        is_chunked = len(call.chunks) > 1
-        capacity = call.capacity
-        if is_chunked:  # such a prompt is rare: a coarse table of shapes keeps compilations few
+        capacity = num_shared + call.capacity
+        if len(call.chunks) > 1:  # such a prompt is rare: a coarse table of shapes keeps compilations few
             capacity = bucket(capacity, (*self._context_buckets, self._max_context + self._prefill_tokens))
-        cache = self._programs.new_cache(call.num_rows, capacity)
+        if prefix.tokens:
+            index = np.zeros(call.num_rows, np.int32)
+            cache: Cache = [
+                (self._programs.gather_rows(keys, index, capacity), self._programs.gather_rows(values, index, capacity))
+                for keys, values in prefix.cache
+            ]
+        else:
+            cache = self._programs.new_cache(call.num_rows, capacity)
         hidden: Any = np.zeros((call.num_rows, self._sizes.embed_dim), self._compute_dtype)
         for start, length in call.chunks:
             chunk = tokens[:, start : start + length]
-            cache, hidden = self._programs.prefill(self._params, cache, chunk, np.int32(start), last_index, hidden)
-        self._counts.padding_tokens += tokens.size - sum(len(prompt) for prompt in prompts)
+            place = np.int32(num_shared + start)
+            cache, hidden = self._programs.prefill(self._params, cache, chunk, place, last_index, hidden)
+        self._counts.padding_tokens += tokens.size - sum(len(prompt) - num_shared for prompt in prompts)
         return cache, hidden
 
     def _copy_rows(self, fresh: Cache, targets: Sequence[Sequence[int]]) -> None:

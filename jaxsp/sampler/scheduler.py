@@ -17,6 +17,8 @@ STOP_IDS_PER_SLOT = 8
 
 SMALLEST_CONTEXT = 64
 SMALLEST_PROMPT = 32
+PREFIX_STEP = 16
+SHORTEST_PREFIX = 32
 
 
 class Slots(NamedTuple):
@@ -130,6 +132,13 @@ def bucket(size: int, buckets: Sequence[int]) -> int:
         if size <= candidate:
             return candidate
     raise ValueError(f"{size} is above the largest bucket {buckets[-1]}")
+
+
+def common_length(prompts: Sequence[tuple[int, ...]]) -> int:
+    """How many first tokens all prompts share, at least one token of each left over."""
+    low, high = min(prompts), max(prompts)
+    shared = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
+    return min(shared, *(len(prompt) - 1 for prompt in prompts))
 
 
 @dataclass(frozen=True)

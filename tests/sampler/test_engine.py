@@ -89,6 +89,21 @@ def test_identical_prompts_of_a_wave_are_computed_once():
     assert engine.stats()["sampler/num_requests"] == 0
 
 
+def test_a_prefix_that_all_prompts_share_is_computed_once_also_for_later_waves():
+    header = prompt(3, 37)
+    requests = [GenerateRequest((*header, *prompt(10 + i, 3 + i)), i, 5, temperature=float(i % 2)) for i in range(6)]
+    params = tiny_params()
+    engine = tiny_engine(params, num_slots=2)  # so that the six come in several waves
+    for request, completion in zip(requests, generate_all(engine, requests), strict=True):
+        logprobs = reference_logprobs(params, request, completion.tokens)
+        chosen = logprobs[np.arange(len(completion.tokens)), list(completion.tokens)]
+        np.testing.assert_allclose(completion.behaviour_logprobs, chosen, atol=1e-5)
+    # 32 of the 37 tokens, a multiple of 16, are computed once, and each prompt from there on.
+    assert engine.stats()["sampler/num_prefill_tokens"] == 32 + sum(len(request.tokens) - 32 for request in requests)
+    alone = [generate_all(engine, [request])[0] for request in requests]
+    assert_same_samples(alone, generate_all(tiny_engine(params, num_slots=2), requests))
+
+
 def test_no_setting_compiles_anything_anew():
     engine = tiny_engine()
     base = [GenerateRequest(prompt(i, 10), i, 6 + i) for i in range(6)]
