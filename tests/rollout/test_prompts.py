@@ -130,9 +130,10 @@ def test_the_compact_reasoner_prompt_is_a_right_sum_and_a_right_difference_and_t
     assert [message["role"] for message in examples] == ["user", "assistant"] * 2
     signs = []
     for question, reply in zip(examples[::2], examples[1::2], strict=True):
-        match = re.fullmatch(r"(\d+) ([+-]) (\d+) = \\boxed\{(\d+)\}", reply["content"])
+        match = re.fullmatch(r"(\d+) ([+-]) (\d+) = (\d+)\. \\boxed\{(\d+)\}", reply["content"])
         assert match is not None
-        first, sign, second, result = match.groups()
+        first, sign, second, found, result = match.groups()
+        assert found == result
         assert re.findall(r"\d+", question["content"]) == [first, second]  # the result is not told
         assert int(result) == (int(first) + int(second) if sign == "+" else int(first) - int(second))
         assert verdict_on(reply["content"], result, "integer").correct
@@ -301,7 +302,7 @@ def test_a_compact_answer_loses_its_final_full_stop():
 
 
 def test_the_worked_examples_use_no_held_out_pair_of_numbers():
-    shown = text_of(COMPACT.reasoner_messages("?"))
+    shown = "\n".join(message["content"] for message in COMPACT.reasoner_messages("?"))
     held_out = number_pairs(is_held_out=True)
     signs = {"+": held_out["add"], "-": held_out["take"]}
     examples = re.findall(r"(\d+) ([+-]) (\d+) =", shown)

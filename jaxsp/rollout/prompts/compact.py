@@ -20,9 +20,9 @@ _ASKS = {
 }
 _EXAMPLES: Messages = [
     {"role": "user", "content": "Mia has 4 cups and gets 3 more. How many cups does Mia have?"},
-    {"role": "assistant", "content": "4 + 3 = \\boxed{7}"},
-    {"role": "user", "content": "Leo has 9 nuts and eats 5. How many nuts are left?"},
-    {"role": "assistant", "content": "9 - 5 = \\boxed{4}"},
+    {"role": "assistant", "content": "4 + 3 = 7. \\boxed{7}"},
+    {"role": "user", "content": "Leo has 9 nuts and eats 4. How many nuts are left?"},
+    {"role": "assistant", "content": "9 - 4 = 5. \\boxed{5}"},
 ]
 _QUESTION = re.compile(r"Question:\s*([^\n]+)\nAnswer:\s*([^\n]+)")
 
