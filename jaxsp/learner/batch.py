@@ -51,6 +51,7 @@ class Batch:
     target_sequence: Rows  # int32 [M, R, T], which trajectory
     behaviour_logprobs: Rows  # float32 [M, R, T]
     advantages: Rows  # float32 [M, R, T]
+    weights: Rows  # float32 [M, R, T], of the target in the loss, besides the advantage
     temperatures: Rows  # float32 [M, R, T], logits are divided by it
 
 
@@ -100,6 +101,7 @@ def make_batch(
     row_tokens: int,
     rows_per_microbatch: int,
     trajectory_ids: Sequence[int] | None = None,
+    weights: Sequence[float] | None = None,
     row_multiple: int = 1,
     keep_zero: bool = False,
 ) -> tuple[Batch, BatchStats]:
@@ -109,6 +111,7 @@ def make_batch(
         row_tokens: the most tokens of one sequence, and of a row up to rounding. Smaller problems get shorter rows.
         rows_per_microbatch: R, rounded up to `row_multiple`, the number of devices that rows are spread over.
         trajectory_ids: which trajectory each item belongs to, where trajectories have several segments.
+        weights: of each item in the loss, 1 by default.
         keep_zero: keeps items of advantage 0, whose policy gradient is 0 but whose KL and metrics are not.
 
     Shapes come from a small table (`row_lengths`; M a power of 4; T is 2 L, or that times a power of 4), so few
@@ -116,6 +119,7 @@ def make_batch(
     Empty micro-batches and unused target slots cost no computation. Raises `UserError` when a sequence is too long.
     """
     trajectory_ids = range(len(items)) if trajectory_ids is None else trajectory_ids
+    weights = np.ones(len(items)) if weights is None else weights
     longest = max((len(segment.tokens) for segment, _ in items), default=0)
     if longest > row_tokens:
         raise UserError(
@@ -132,7 +136,7 @@ def make_batch(
     rows.sort(key=lambda row: -sum(int(items[i][0].loss_mask.sum()) for i in row))
 
     num_microbatches = -(-len(rows) // num_rows_each)
-    batch, num_stored = _fill(items, trajectory_ids, rows, length, num_microbatches, num_rows_each)
+    batch, num_stored = _fill(items, trajectory_ids, weights, rows, length, num_microbatches, num_rows_each)
     counted = {trajectory_ids[i] for i in with_advantage}
     computed = num_microbatches * num_rows_each * length
     stats = BatchStats(
@@ -187,6 +191,7 @@ def _cost(num_rows: int, length: int, num_rows_each: int) -> float:
 def _fill(
     items: Sequence[Item],
     trajectory_ids: Sequence[int],
+    weights: Sequence[float] | np.ndarray,
     rows: Sequence[Sequence[int]],
     length: int,
     num_microbatches: int,
@@ -210,15 +215,23 @@ def _fill(
         target_sequence=np.zeros((num_rows, num_targets), np.int32),
         behaviour_logprobs=np.zeros((num_rows, num_targets), np.float32),
         advantages=np.zeros((num_rows, num_targets), np.float32),
+        weights=np.zeros((num_rows, num_targets), np.float32),
         temperatures=np.ones((num_rows, num_targets), np.float32),
     )
-    num_stored = sum(_fill_row(flat, row, items, trajectory_ids, members) for row, members in enumerate(rows))
+    num_stored = 0
+    for row, members in enumerate(rows):
+        num_stored += _fill_row(flat, row, items, trajectory_ids, weights, members)
     shape = (padded_microbatches, num_rows_each, -1)
     return Batch(**{field.name: getattr(flat, field.name).reshape(shape) for field in fields(Batch)}), num_stored
 
 
 def _fill_row(
-    batch: Batch, row: int, items: Sequence[Item], trajectory_ids: Sequence[int], members: Sequence[int]
+    batch: Batch,
+    row: int,
+    items: Sequence[Item],
+    trajectory_ids: Sequence[int],
+    weights: Sequence[float] | np.ndarray,
+    members: Sequence[int],
 ) -> int:
     """Writes the sequences `members`, in depth-first order, and their targets into one row; returns its tokens."""
     path = np.zeros(0, np.int64)  # row indices of the tokens of the sequence before
@@ -243,6 +256,7 @@ def _fill_row(
         batch.target_sequence[row, slots] = trajectory_ids[index]
         batch.behaviour_logprobs[row, slots] = segment.behaviour_logprobs[targets]
         batch.advantages[row, slots] = advantage
+        batch.weights[row, slots] = weights[index]
         # Greedy samples report the untempered distribution, and a temperature of 0 cannot divide logits.
         batch.temperatures[row, slots] = segment.temperature or 1.0
     batch.visible_until[row, path] = end

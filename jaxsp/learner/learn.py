@@ -45,27 +45,32 @@ def reinforce(
 ) -> tuple[TrainState, dict[str, float]]:
     """The state after a step's updates on `groups`, and the metrics of the updates (means over them).
 
-    Each trajectory's sum over tokens is divided by its group's constant length. The update divides by the longest of
-    these, and a shorter one is folded into the advantage, in whose size the loss is linear. All log-probabilities under the old policy are computed before the
-    first update. Where every advantage is 0 there is nothing to learn, and the state is returned as it came.
+    Each trajectory's sum over tokens is divided by its group's constant length: the update divides by the longest of
+    these, and a shorter one is a weight. All log-probabilities under the old policy are computed before the first
+    update. Where every advantage is 0 there is nothing to learn, and the state is returned as it came.
     """
-    advantages = group_advantages(groups, parts.advantage)
+    items, trajectory_ids = training_items(groups, group_advantages(groups, parts.advantage))
     longest = max(map(normaliser, groups), default=1)
-    scaled = [each * (longest / normaliser(group)) for each, group in zip(advantages, groups, strict=True)]
-    items, trajectory_ids = training_items(groups, scaled)
-    parcels = _parcels(trajectory_ids, parts.trajectories_per_update)
-    batches: list[tuple[Batch, BatchStats]] = []
-    for chosen in parcels:
-        batch, stats = make_batch(
-            [items[i] for i in chosen],
-            trajectory_ids=[trajectory_ids[i] for i in chosen],
-            row_tokens=parts.packing.row_tokens,
-            rows_per_microbatch=parts.packing.rows_per_microbatch,
-            row_multiple=parts.packing.row_multiple,
-            keep_zero=parts.reference is not None,
+    weights = [
+        longest / normaliser(group)
+        for group in groups
+        for trajectory in group.trajectories
+        for _ in trajectory.segments
+    ]
+    made: list[tuple[Batch, BatchStats]] = []
+    for chosen in _parcels(trajectory_ids, parts.trajectories_per_update):
+        made.append(
+            make_batch(
+                [items[i] for i in chosen],
+                trajectory_ids=[trajectory_ids[i] for i in chosen],
+                weights=[weights[i] for i in chosen],
+                row_tokens=parts.packing.row_tokens,
+                rows_per_microbatch=parts.packing.rows_per_microbatch,
+                row_multiple=parts.packing.row_multiple,
+                keep_zero=parts.reference is not None,
+            )
         )
-        if stats.num_rows:
-            batches.append((batch, stats))
+    batches = [(batch, stats) for batch, stats in made if stats.num_rows]
     # With a single update the policy before it is the current one, and the update needs no forward pass for it.
     old = [parts.logprobs(state["params"], batch) if len(batches) > 1 else None for batch, _ in batches]
     reference = [None if parts.reference is None else parts.logprobs(parts.reference, batch) for batch, _ in batches]
@@ -73,7 +78,7 @@ def reinforce(
     for (batch, stats), old_logprobs, reference_logprobs in zip(batches, old, reference, strict=True):
         state, metrics = parts.update(state, batch, old_logprobs, reference_logprobs, stats.num_trajectories, longest)
         rows.append({name: float(value) for name, value in metrics.items()})
-    return state, {**_means(rows), **_packing_metrics([stats for _, stats in batches]), "policy/updates": len(rows)}
+    return state, {**_means(rows), **_packing_metrics([stats for _, stats in made]), "policy/updates": len(rows)}
 
 
 def imitate(
@@ -109,14 +114,12 @@ def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _packing_metrics(stats: Sequence[BatchStats]) -> dict[str, float]:
-    if not stats:
-        return {}
     stored = sum(each.num_tokens_stored for each in stats)
     return {
         "learner/trained_tokens": sum(each.num_trained_tokens for each in stats),
         "learner/stored_tokens": stored,
         "learner/sharing_ratio": sum(each.num_tokens_separate for each in stats) / max(stored, 1),
-        "learner/padding_frac": float(np.mean([each.padding_frac for each in stats])),
+        "learner/padding_frac": float(np.mean([each.padding_frac for each in stats if each.num_rows] or [0.0])),
         "learner/zero_advantage_frac": sum(each.num_zero_advantage for each in stats)
         / max(sum(each.num_trajectories for each in stats), 1),
         "learner/dropped": sum(each.num_dropped for each in stats),

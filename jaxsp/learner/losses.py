@@ -185,14 +185,20 @@ def k3_kl(
     logprobs: Float[Array, "*rows T"],
     reference_logprobs: Float[Array, "*rows T"],
     target_mask: Bool[Array, "*rows T"],
+    weights: Float[Array, "*rows T"] | None = None,
 ) -> Float[Array, ""]:
     """The sum over targets of `exp(d) - 1 - d` with `d = reference_logprobs - logprobs` (Schulman 2020, k3).
+
+    Each is multiplied by its `weights`, where given.
 
     On samples of the policy its mean is KL(policy || reference), at less variance than that of `-d` and never negative.
     Its gradient in the loss, `(1 - exp(d)) grad logprobs`, is on average that of KL(reference || policy).
     """
     log_ratio = _log_ratio(jax.lax.stop_gradient(reference_logprobs), logprobs, target_mask)
-    return jnp.sum(jnp.exp(log_ratio) - 1 - log_ratio, where=target_mask)
+    divergence = jnp.exp(log_ratio) - 1 - log_ratio
+    if weights is not None:
+        divergence *= jnp.where(target_mask, weights, 0.0)
+    return jnp.sum(divergence, where=target_mask)
 
 
 def cross_entropy(logprobs: Float[Array, "*rows T"], target_mask: Bool[Array, "*rows T"]) -> Float[Array, ""]:

@@ -87,14 +87,14 @@ def make_update(
             logprobs,
             jax.lax.stop_gradient(logprobs) if old is None else old,
             batch.behaviour_logprobs,
-            batch.advantages,
+            batch.advantages * batch.weights,  # the surrogate is linear in the size of the advantage
             batch.target_mask,
             clip_low=clip_low,
             clip_high=clip_high,
             importance_cap=importance_cap,
         )
         if reference is not None:
-            total += kl_coef * k3_kl(logprobs, reference, batch.target_mask)
+            total += kl_coef * k3_kl(logprobs, reference, batch.target_mask, batch.weights)
         return total / denominator
 
     def update(
@@ -109,8 +109,8 @@ def make_update(
 
         `old_logprobs` `[M, R, T]` are those before a step's first update; None says that this is the first, where they
         are the current ones and need no forward pass of their own. `reference_logprobs` `[M, R, T]` are used if
-        `kl_coef` is not 0, and then the batch must have kept trajectories of advantage 0. The loss is the sum over
-        targets / (num_trajectories * length_normaliser), both counted over the whole update.
+        `kl_coef` is not 0, and then the batch must have kept trajectories of advantage 0. The loss is the
+        weighted sum over targets / (num_trajectories * length_normaliser), both of the whole update.
         """
         denominator = jnp.asarray(num_trajectories, jnp.float32) * jnp.asarray(length_normaliser, jnp.float32)
         reference = reference_logprobs if kl_coef else None
