@@ -3,7 +3,6 @@
 `None` means off. Nothing derived is stored. Leaf functions take values, never a config.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -227,7 +226,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise UsageError(f"config {path} is not readable YAML: {' '.join(str(error).split())}") from error
     assert isinstance(config, RunConfig)
     for name, least in _AT_LEAST.items():
-        value = functools.reduce(getattr, name.split("."), config)
+        value: Any = config
+        for part in name.split("."):
+            value = getattr(value, part)
         if value is not None and value < least:
             raise UsageError(f"{name} = {value} must be at least {least}")
     return config
