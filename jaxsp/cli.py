@@ -115,13 +115,17 @@ def _train(arguments: argparse.Namespace) -> int:
 
         describe(config, console)
         return 0
-    from jaxsp.run import make_run_dir
+    from jaxsp.run import discard_run_dir, make_run_dir
     from jaxsp.train import train
 
     is_resume = run_dir is not None
     run_dir = run_dir or make_run_dir(config, Path(str(arguments.config)).stem)
-    console.print(f"run directory: {run_dir}", highlight=False, soft_wrap=True)
-    is_done = train(config, run_dir, is_resume=is_resume, console=console)
+    try:
+        is_done = train(config, run_dir, is_resume=is_resume, console=console)
+    except Exception:
+        if not is_resume:
+            discard_run_dir(run_dir)
+        raise
     _print_next(run_dir, is_done, console.print)
     return 0
 
@@ -132,7 +136,7 @@ def _print_next(run_dir: Path, is_done: bool, write: Callable[..., None]) -> Non
         lines += [
             "next:",
             f"  jaxsp report {run_dir}",
-            f"  jaxsp eval {run_dir} --questions embedded --prompts compact --max-tokens 16",
+            f"  jaxsp eval {run_dir} --questions embedded --prompts compact --max-tokens 24",
             f"  jaxsp export {run_dir} --out {run_dir}/export",
             f"  jaxsp sample {run_dir}/export --chat --prompt 'Anna had 9 cups and gave away 4. How many are left?'",
             f"  tensorboard --logdir {run_dir}/tb",

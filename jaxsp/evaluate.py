@@ -66,11 +66,13 @@ def read_questions(path: str) -> list[Question]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"questions file {file} cannot be read: {error}") from error
     questions = [_read_question(line, f"{file}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
-    wanted = set(kinds.split(",")) if kinds else {question.kind for question in questions}
-    questions = [question for question in questions if question.kind in wanted]
     if not questions:
-        raise UserError(f"questions file {file} holds no question{f' of kind {kinds}' if kinds else ''}")
-    return questions
+        raise UserError(f"questions file {file} holds no question")
+    there = list(dict.fromkeys(question.kind for question in questions))
+    wanted = kinds.split(",") if kinds else there
+    if unknown := [kind for kind in wanted if kind not in there]:
+        raise UserError(f"questions {path}: there is no kind {', '.join(unknown)}, but {', '.join(there)}")
+    return [question for question in questions if question.kind in wanted]
 
 
 def _read_question(line: str, place: str) -> Question:

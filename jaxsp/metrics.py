@@ -52,7 +52,7 @@ class MetricsWriter:
         kept = [row for row in rows if resume_step is None or row["step"] <= resume_step]
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            _write_atomically(self._path, "".join(json.dumps(row) + "\n" for row in kept).encode())
+            write_atomically(self._path, "".join(json.dumps(row) + "\n" for row in kept).encode())
             self._file = self._path.open("a", encoding="utf-8")
             # tensorboardX's queued writer is not used: when its thread dies on a full disk, the queue blocks the run.
             # The suffix orders and separates files that are opened within one second.
@@ -64,7 +64,7 @@ class MetricsWriter:
                     Event(wall_time=time.time(), step=resume_step + 1, session_log=SessionLog(status=SessionLog.START))
                 )
         except OSError as error:
-            raise _cannot_write(self._path.parent, error) from error
+            raise cannot_write(self._path.parent, error) from error
 
     def write(self, step: int, scalars: Mapping[str, SupportsFloat]) -> None:
         """Appends one row and one TensorBoard event, and flushes both. Names must match `METRIC_NAME` (ValueError)."""
@@ -81,7 +81,7 @@ class MetricsWriter:
             self._events.write_event(Event(wall_time=now_s, step=int(step), summary=Summary(value=points)))
             self._events.flush()
         except OSError as error:
-            raise _cannot_write(self._path.parent, error) from error
+            raise cannot_write(self._path.parent, error) from error
 
     def close(self) -> None:
         self._file.close()
@@ -99,7 +99,11 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
 
     A last line without its end, which a killed run leaves, is left out. Raises `UserError` for any other bad line.
     """
-    path = Path(run_dir) / "metrics.jsonl"
+    return read_rows(Path(run_dir) / "metrics.jsonl")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects with a `step` in the file's lines; as `read_metrics`."""
     if not path.exists():
         return []
     rows = []
@@ -108,7 +112,7 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
             row = json.loads(line)
             int(row["step"])
         except (ValueError, TypeError, KeyError) as error:
-            raise UserError(f"{path}:{number} is not a row of metrics; mend or delete that line") from error
+            raise UserError(f"{path}:{number} is not a row of this file; mend or delete that line") from error
         rows.append(row)
     return rows
 
@@ -136,9 +140,9 @@ class EpisodeLog:
         path = self.path(step)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write_atomically(path, buffer.getvalue())
+            write_atomically(path, buffer.getvalue())
         except OSError as error:
-            raise _cannot_write(path, error) from error
+            raise cannot_write(path, error) from error
         return path
 
     def read(self, step: int) -> list[dict[str, Any]]:
@@ -374,7 +378,7 @@ def _as_json(value: Any) -> Any:
     return _finite(value) if isinstance(value, float) else value
 
 
-def _write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes) -> None:
     """Replaces the file at `path` by `data`: whoever looks sees the old file or the new one, also after a crash."""
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -388,5 +392,6 @@ def _write_atomically(path: Path, data: bytes) -> None:
         raise
 
 
-def _cannot_write(path: Path, error: OSError) -> UserError:
+def cannot_write(path: Path, error: OSError) -> UserError:
+    """What to say to a user whose disk refused the file."""
     return UserError(f"cannot write {path}: {error.strerror or error}; free space there or mend its permissions")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxsp.evaluate import ChallengerReport, Estimate, ReasonerReport
-from jaxsp.metrics import read_metrics
+from jaxsp.metrics import cannot_write, read_metrics, read_rows, write_atomically
 
 FILE_NAME = "evaluations.jsonl"
 
@@ -22,10 +22,11 @@ class EvaluationLog:
         self._path = run_dir / FILE_NAME
 
     def rows(self) -> list[dict[str, Any]]:
-        """`{"step": int, "rows": {name: {"mean", "error", "count"}}}` for each evaluation, in order."""
-        if not self._path.exists():
-            return []
-        return [json.loads(line) for line in self._path.read_text().splitlines() if line.strip()]
+        """`{"step": int, "rows": {name: {"mean", "error", "count"}}}` for each evaluation, in order.
+
+        A last line without its end, which a killed run leaves, is left out. Raises `UserError` for any other bad line.
+        """
+        return read_rows(self._path)
 
     def has(self, step: int) -> bool:
         return any(row["step"] == step for row in self.rows())
@@ -36,15 +37,19 @@ class EvaluationLog:
         """Appends the evaluation and returns its means as scalars for the metrics."""
         estimates = _named_estimates(reasoner, challenger)
         row = {"step": step, "rows": {name: dataclasses.asdict(value) for name, value in estimates.items()}}
-        with self._path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        self._replace([*self.rows(), row])
         return {f"evaluation/{name.replace(' ', '_')}_frac": value.mean for name, value in estimates.items()}
 
     def drop_after(self, step: int) -> None:
         """Forgets evaluations of later steps, which a resumed run makes anew."""
-        kept = [row for row in self.rows() if row["step"] <= step]
         if self._path.exists():
-            self._path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+            self._replace([row for row in self.rows() if row["step"] <= step])
+
+    def _replace(self, rows: Sequence[dict[str, Any]]) -> None:
+        try:
+            write_atomically(self._path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        except OSError as error:
+            raise cannot_write(self._path, error) from error
 
 
 def _named_estimates(reasoner: ReasonerReport | None, challenger: ChallengerReport | None) -> dict[str, Estimate]:

@@ -1,6 +1,7 @@
 """An open run: its directory, the parts that play and learn, and the state that a checkpoint holds."""
 
 import contextlib
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,13 +16,14 @@ from rich.console import Console
 
 from jaxsp.checkpoint import Checkpointer
 from jaxsp.config import RunConfig, UserError, dump_config
-from jaxsp.envs.documents import Corpus, open_corpus
+from jaxsp.envs.documents import open_corpus
+from jaxsp.evaluate import Question, heldout_documents, read_questions
 from jaxsp.inference import CONFIG_FILE
 from jaxsp.learner.state import TrainState, init_state, state_shardings
 from jaxsp.mesh import make_mesh, shardable, shardings
 from jaxsp.methods import spice
 from jaxsp.methods.phase import Method
-from jaxsp.metrics import EpisodeLog, MetricsWriter, Progress
+from jaxsp.metrics import EpisodeLog, MetricsWriter, Progress, read_metrics
 from jaxsp.model.decoder import Params, abstract_params, logical_axes
 from jaxsp.model.source import load_params
 from jaxsp.policy import TextSide, check_vocabulary, make_sampler, make_setting, open_text_side
@@ -49,6 +51,12 @@ def make_run_dir(config: RunConfig, name: str) -> Path:
     raise UserError(f"runs_dir = {config.runs_dir} holds too many runs of this second")
 
 
+def discard_run_dir(run_dir: Path) -> None:
+    """Deletes a directory that `make_run_dir` made for a run that did not get to the end of its first step."""
+    if not read_metrics(run_dir):
+        shutil.rmtree(run_dir, ignore_errors=True)
+
+
 @dataclass(eq=False)
 class Run:
     """The parts of an open run, and the little of it that changes from step to step."""
@@ -60,8 +68,11 @@ class Run:
     param_shardings: Params
     engine: Engine
     setting: Setting
-    corpus: Corpus
     method: Method
+    questions: list[Question]
+    """What the reasoner is evaluated on; nothing where the config names none."""
+    documents: list[str]
+    """What the challenger is evaluated on; likewise."""
     checkpointer: Checkpointer
     metrics: MetricsWriter
     episodes: EpisodeLog
@@ -104,6 +115,9 @@ def open_run(config: RunConfig, run_dir: Path, pool: ProcessPool, console: Conso
         encode=text.tokenizer.encode,
     )
     method = spice.make_method(config, setting, corpus, text.renderer.supervised)
+    ask, show = config.evaluation.questions, config.evaluation.documents
+    questions = read_questions(ask) if ask is not None else []
+    documents = heldout_documents(show, text.tokenizer, config.corpus.max_segment_tokens) if show is not None else []
     with contextlib.ExitStack() as stack:
         checkpointer = stack.enter_context(Checkpointer(run_dir / "checkpoints", keep=config.checkpoint.keep))
         step = (checkpointer.latest_step() or 0) if is_resume else 0
@@ -113,12 +127,14 @@ def open_run(config: RunConfig, run_dir: Path, pool: ProcessPool, console: Conso
         tasks = stack.enter_context(TaskPool(task_pool_path(run_dir)))
         episodes, evaluations = EpisodeLog(run_dir), EvaluationLog(run_dir)
         if is_resume:
-            for records in (tasks, episodes, evaluations):
-                records.drop_after(step)
+            tasks.drop_after(step - 1)  # a task's step is the policy's version: the step after the checkpoint has its
+            episodes.drop_after(step)
+            evaluations.drop_after(step)
         total = sum(phase.num_steps for phase in method.phases)
         yield Run(
             config=config, run_dir=run_dir, text=text, mesh=mesh, param_shardings=shardings(mesh, axes),
-            engine=engine, setting=setting, corpus=corpus, method=method, checkpointer=checkpointer,
+            engine=engine, setting=setting, method=method, questions=questions, documents=documents,
+            checkpointer=checkpointer,
             metrics=stack.enter_context(MetricsWriter(run_dir, resume_step=step if is_resume else None)),
             episodes=episodes, tasks=tasks, evaluations=evaluations,
             progress=stack.enter_context(Progress(total, config.method, start_step=step, console=console)),

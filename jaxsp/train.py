@@ -18,7 +18,7 @@ from rich.console import Console
 
 from jaxsp.checkpoint import RunLock
 from jaxsp.config import RunConfig, UsageError
-from jaxsp.evaluate import evaluate_challenger, evaluate_reasoner, heldout_documents, read_questions
+from jaxsp.evaluate import evaluate_challenger, evaluate_reasoner
 from jaxsp.learner.learn import Packing, PolicyGradient, imitate, reinforce
 from jaxsp.learner.state import TrainState, make_optimizer
 from jaxsp.learner.update import make_logprobs_fn, make_update, make_warm_start_update
@@ -46,6 +46,7 @@ def train(config: RunConfig, run_dir: Path, *, is_resume: bool, console: Console
         if initialize_distributed() and jax.process_count() > 1:
             raise UsageError("training runs in one process: start it on one host, whose devices `mesh` describes")
         run = stack.enter_context(open_run(config, run_dir, pool, console, is_resume))
+        console.print(f"run directory: {run_dir}", highlight=False, soft_wrap=True)
         should_stop = stack.enter_context(_stop_signals())
         is_done = asyncio.run(_run_schedule(run, should_stop))
     if is_done:
@@ -83,11 +84,11 @@ async def _run_schedule(run: Run, should_stop: Callable[[], bool]) -> bool:
             while run.step < last_step:
                 await _evaluate_if_due(run, phase, first_step)
                 arrays = await _one_step(run, phase, learn, arrays, run.step - first_step)
-                is_stopping = should_stop()
+                is_stopping = should_stop() and not (is_last_phase and run.step == last_step)
                 if is_stopping or run.step == last_step or run.step % run.config.checkpoint.every_steps == 0:
                     with run.measure("checkpoint"):
                         save_checkpoint(run, number, arrays)
-                if is_stopping and run.step < last_step:
+                if is_stopping:
                     return False
         first_step = last_step
     await _evaluate_if_due(run, run.method.phases[-1], run.step)
@@ -195,20 +196,20 @@ async def _evaluate_if_due(run: Run, phase: Phase, due_step: int) -> None:
     """Evaluates before the step `due_step`, and every `evaluation.every_steps` steps of self-play, once each."""
     config = run.config.evaluation
     is_regular = config.every_steps > 0 and run.step % config.every_steps == 0
-    if phase.objective == "imitate" or not (run.step == due_step or is_regular) or run.evaluations.has(run.step):
+    is_due = (run.step == due_step or is_regular) and phase.objective == "reinforce"
+    if not is_due or not (run.questions or run.documents) or run.evaluations.has(run.step):
         return
     seed = run.config.seed
     with run.measure("evaluation"):
         reasoner = challenger = None
-        if config.questions is not None:
+        if run.questions:
             run.progress.activity("evaluation: reasoner", 0, 1)
             sampling = Sampling(run.config.spice.reasoner_max_tokens, config.temperature)
-            questions = read_questions(config.questions)
-            reasoner = await evaluate_reasoner(questions, run.setting, sampling, config.num_samples, seed)
-        if config.documents is not None:
+            reasoner = await evaluate_reasoner(run.questions, run.setting, sampling, config.num_samples, seed)
+        if run.documents:
             run.progress.activity("evaluation: challenger", 0, 1)
             challenger = await evaluate_challenger(
-                heldout_documents(config.documents, run.text.tokenizer, run.config.corpus.max_segment_tokens),
+                run.documents,
                 run.setting,
                 Sampling(run.config.spice.challenger_max_tokens, run.config.spice.temperature),
                 config.challenger_samples,

@@ -119,7 +119,7 @@ def make_batch(
     Empty micro-batches and unused target slots cost no computation. Raises `UserError` when a sequence is too long.
     """
     trajectory_ids = range(len(items)) if trajectory_ids is None else trajectory_ids
-    weights = np.ones(len(items)) if weights is None else weights
+    weights = [1.0] * len(items) if weights is None else weights
     longest = max((len(segment.tokens) for segment, _ in items), default=0)
     if longest > row_tokens:
         raise UserError(
@@ -191,7 +191,7 @@ def _cost(num_rows: int, length: int, num_rows_each: int) -> float:
 def _fill(
     items: Sequence[Item],
     trajectory_ids: Sequence[int],
-    weights: Sequence[float] | np.ndarray,
+    weights: Sequence[float],
     rows: Sequence[Sequence[int]],
     length: int,
     num_microbatches: int,
@@ -230,7 +230,7 @@ def _fill_row(
     row: int,
     items: Sequence[Item],
     trajectory_ids: Sequence[int],
-    weights: Sequence[float] | np.ndarray,
+    weights: Sequence[float],
     members: Sequence[int],
 ) -> int:
     """Writes the sequences `members`, in depth-first order, and their targets into one row; returns its tokens."""

@@ -1,6 +1,6 @@
 """Rotary position embedding (Su et al. 2021, arXiv 2104.09864, section 3.2), halves rotated as Llama and Qwen3 do.
 
-Legend: B sequences, L tokens, N heads, H head size.
+Legend: B sequences, L tokens, N heads, H head size, F = H / 2 frequencies.
 """
 
 import math
@@ -30,14 +30,14 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
 
 def rotation_angles(
     rope: Rope, head_dim: int, positions: Int[Array, "B L"]
-) -> tuple[Float[Array, "B L 1 H/2"], Float[Array, "B L 1 H/2"]]:
+) -> tuple[Float[Array, "B L 1 F"], Float[Array, "B L 1 F"]]:
     """Cosines and sines of `position * frequency`, float32, with an axis to broadcast over heads."""
     angles = positions[..., None].astype(jnp.float32) * inverse_frequencies(rope, head_dim)
     return jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
 
 
 def rotate(
-    x: Float[Array, "B L N H"], cos: Float[Array, "B L 1 H/2"], sin: Float[Array, "B L 1 H/2"]
+    x: Float[Array, "B L N H"], cos: Float[Array, "B L 1 F"], sin: Float[Array, "B L 1 F"]
 ) -> Float[Array, "B L N H"]:
     """`x` rotated in the planes of dimensions (i, i + H/2); computed in float32, returned in x's dtype."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
