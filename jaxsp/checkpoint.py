@@ -200,6 +200,7 @@ class Checkpointer:
         return later
 
     def _read_record(self, step: int) -> dict[str, Any]:
+        self.wait()  # the step asked for may be the one being saved
         steps = self.steps()
         if step not in steps:
             raise UserError(f"there is no checkpoint {self.path(step)}; there are steps {steps or 'none'}")
