@@ -171,6 +171,16 @@ def restore_arrays(run: Run, optimizer: optax.GradientTransformation, has_refere
     return Arrays(tree["state"], tree["reference"] or None)
 
 
+def restore_params(run: Run) -> Params:
+    """The parameters alone of the checkpoint at the run's step, whatever optimizer they were saved with."""
+    abstract = jax.tree.map(
+        lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
+        abstract_params(run.text.source.sizes),
+        run.param_shardings,
+    )
+    return run.checkpointer.restore_part(run.step, ("state", "params"), abstract)
+
+
 def abstract_arrays(
     sizes: Any, optimizer: optax.GradientTransformation, param_shardings: Params, has_reference: bool
 ) -> dict[str, Any]:

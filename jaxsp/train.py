@@ -28,7 +28,7 @@ from jaxsp.model.decoder import Params
 from jaxsp.report import print_report
 from jaxsp.rollout.collect import Played
 from jaxsp.rollout.roles import Sampling
-from jaxsp.run import Arrays, Run, begin_phase, open_run, restore_arrays, save_checkpoint
+from jaxsp.run import Arrays, Run, begin_phase, open_run, restore_arrays, restore_params, save_checkpoint
 from jaxsp.trajectory import Group
 from jaxsp.verifiers.verify import make_verifier_pool
 
@@ -143,19 +143,12 @@ def _enter_phase(run: Run, phase: Phase, params: Params | None, first_step: int)
     with run.measure("load"):
         if params is None and run.step > first_step:
             arrays = restore_arrays(run, optimizer, has_reference)
-        elif params is None and run.step:
-            arrays = _restore_end_of_phase(run, optimizer, has_reference)
+        elif params is None and run.step:  # at the end of the phase before: its weights, and a fresh optimizer
+            arrays = begin_phase(run, optimizer, restore_params(run), has_reference)
         else:
             arrays = begin_phase(run, optimizer, params, has_reference)
         run.engine.load(arrays.state["params"], policy_version=run.step)
     return arrays, _make_learn(run, phase, optimizer, arrays.reference)
-
-
-def _restore_end_of_phase(run: Run, optimizer: optax.GradientTransformation, has_reference: bool) -> Arrays:
-    """A phase begun from a checkpoint at the end of the phase before: its weights, and a fresh optimizer."""
-    before = run.method.phases[run.checkpointer.read_manifest(run.step)["phase"]]
-    had_reference = before.objective == "reinforce" and run.config.learner.kl_coef > 0
-    return begin_phase(run, optimizer, restore_arrays(run, optimizer, had_reference).state["params"], has_reference)
 
 
 def _make_learn(run: Run, phase: Phase, optimizer: optax.GradientTransformation, reference: Params | None) -> Learn:

@@ -197,6 +197,10 @@ class Engine:
             started = time.perf_counter()
             self._decode()
             self._counts.decode_s += time.perf_counter() - started
+        if not self._waiting and all(sample.is_ended for sample in self._rows):
+            # Not in `_serve` alone, which goes on if the next requests come at once: what they meet must not depend on
+            # whether others came before, or a run that is resumed between the two would end with other bits.
+            self._prefix = _NO_PREFIX
 
     def _place(self, admitted: Sequence[_Sample]) -> list[int]:
         """Rows for the admitted samples, in a cache with place for everybody's next chunk.
