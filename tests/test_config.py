@@ -67,6 +67,10 @@ def test_a_config_cannot_be_changed(path: Path) -> None:
         ("model.renderer=qwen", "qwen"),
         ("learner=3", "learner|3"),
         ("spice.num_steps", "not of the form a.b=c"),
+        ("checkpoint.every_steps=0", r"checkpoint\.every_steps = 0 must be at least 1"),
+        ("checkpoint.keep=0", r"checkpoint\.keep = 0 must be at least 1"),
+        ("learner.trajectories_per_update=-1", r"learner\.trajectories_per_update = -1 must be at least 0"),
+        ("spice.group_size=1", r"spice\.group_size = 1 must be at least 2"),
     ],
 )
 def test_an_unknown_key_or_a_wrong_type_is_named(path: Path, override: str, message: str) -> None:
@@ -87,8 +91,9 @@ def test_an_unknown_key_or_a_wrong_type_is_named(path: Path, override: str, mess
 )
 def test_a_bad_file_is_one_message(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "run.yaml").write_text(text)
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=message) as caught:
         load_config(tmp_path / "run.yaml")
+    assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
