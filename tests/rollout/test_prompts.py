@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jaxsp.envs.corpus.quantities import number_pairs
@@ -221,7 +221,9 @@ PRINTABLE = st.text(st.characters(exclude_categories=["Cc", "Cs"], exclude_chara
 @settings(deadline=None)
 @given(st.dictionaries(PRINTABLE, PRINTABLE, min_size=1))
 def test_any_object_in_text_is_read_back(fields):
-    assert first_json_object(f"I think {{so}}.\n{json.dumps(fields, ensure_ascii=False)}\nDone.") == fields
+    written = json.dumps(fields, ensure_ascii=False)
+    assume("</think>" not in written)  # it ends the thinking wherever it stands: an object that holds it is cut
+    assert first_json_object(f"I think {{so}}.\n{written}\nDone.") == fields
 
 
 @pytest.mark.parametrize(
