@@ -1,4 +1,4 @@
-# Targets: quickstart, test, test-slow, format, bench, clean. Everything is installed into .venv.
+# Targets: quickstart, test, test-slow, lint, format, clean. Everything is installed into .venv.
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \

@@ -27,8 +27,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any, Literal
+
+import psutil
 
 from jaxsp.config import UserError
 
@@ -348,10 +349,9 @@ class _Worker:
 
     def _resident_bytes(self) -> int:
         try:
-            pages = Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]
-        except (OSError, IndexError):
+            return psutil.Process(self._process.pid).memory_info().rss
+        except psutil.NoSuchProcess:
             return 0
-        return int(pages) * resource.getpagesize()
 
     def stop(self) -> str:
         """Ends the whole process group, SIGTERM then SIGKILL, reaps the worker, and says how it ended."""
