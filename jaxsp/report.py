@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,20 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxsp.evaluate import ChallengerReport, Estimate, ReasonerReport
-from jaxsp.metrics import cannot_write, read_metrics, read_rows, write_atomically
+from jaxsp.metrics import EpisodeLog, cannot_write, read_metrics, read_rows, write_atomically
 
 FILE_NAME = "evaluations.jsonl"
 
 
 class EvaluationLog:
-    """The evaluations of a run, one JSON line per step in `evaluations.jsonl`; a step is evaluated once."""
+    """The evaluations of a run: one JSON line per step in `evaluations.jsonl`, and the texts in `evaluations/`.
+
+    A step is evaluated once. Its texts are answers (`answer_rows`) and the challenger's attempts, told apart by `role`.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / FILE_NAME
+        self._texts = EpisodeLog(run_dir, folder="evaluations")
 
     def rows(self) -> list[dict[str, Any]]:
         """`{"step": int, "rows": {name: {"mean", "error", "count"}}}` for each evaluation, in order.
@@ -34,22 +39,34 @@ class EvaluationLog:
     def write(
         self, step: int, reasoner: ReasonerReport | None, challenger: ChallengerReport | None
     ) -> dict[str, float]:
-        """Appends the evaluation and returns its means as scalars for the metrics."""
+        """Writes the texts, then appends the evaluation; returns its means as scalars for the metrics."""
         estimates = _named_estimates(reasoner, challenger)
+        answers = answer_rows(reasoner) if reasoner is not None else ()
+        attempts = challenger.rows if challenger is not None else ()
+        self._texts.write(
+            step,
+            [*({"role": "reasoner", **row} for row in answers), *({"role": "challenger", **row} for row in attempts)],
+        )
         row = {"step": step, "rows": {name: dataclasses.asdict(value) for name, value in estimates.items()}}
         self._replace([*self.rows(), row])
-        return {f"evaluation/{name.replace(' ', '_')}_frac": value.mean for name, value in estimates.items()}
+        return {f"evaluation/{_as_metric_name(name)}_frac": value.mean for name, value in estimates.items()}
 
     def drop_after(self, step: int) -> None:
         """Forgets evaluations of later steps, which a resumed run makes anew."""
         if self._path.exists():
             self._replace([row for row in self.rows() if row["step"] <= step])
+        self._texts.drop_after(step)
 
     def _replace(self, rows: Sequence[dict[str, Any]]) -> None:
         try:
             write_atomically(self._path, "".join(json.dumps(row) + "\n" for row in rows).encode())
         except OSError as error:
             raise cannot_write(self._path, error) from error
+
+
+def _as_metric_name(name: str) -> str:
+    """`reasoner accuracy Year 7` -> `reasoner_accuracy_year_7`: kinds of questions are the user's words."""
+    return re.sub(r"[^a-z0-9]+", "_", name.lower())
 
 
 def _named_estimates(reasoner: ReasonerReport | None, challenger: ChallengerReport | None) -> dict[str, Estimate]:

@@ -23,10 +23,11 @@ from jaxsp.learner.state import TrainState, init_state, state_shardings
 from jaxsp.mesh import make_mesh, shardable, shardings
 from jaxsp.methods import spice
 from jaxsp.methods.phase import Method
-from jaxsp.metrics import EpisodeLog, MetricsWriter, Progress, read_metrics
+from jaxsp.metrics import EpisodeLog, MetricsWriter, read_metrics
 from jaxsp.model.decoder import Params, abstract_params, logical_axes
 from jaxsp.model.source import load_params
 from jaxsp.policy import TextSide, check_vocabulary, make_sampler, make_setting, open_text_side
+from jaxsp.progress import Progress
 from jaxsp.report import EvaluationLog
 from jaxsp.rollout.prompts import PROMPTS
 from jaxsp.rollout.roles import Setting
@@ -127,7 +128,7 @@ def open_run(config: RunConfig, run_dir: Path, pool: ProcessPool, console: Conso
         tasks = stack.enter_context(TaskPool(task_pool_path(run_dir)))
         episodes, evaluations = EpisodeLog(run_dir), EvaluationLog(run_dir)
         if is_resume:
-            tasks.drop_after(step - 1)  # a task's step is the policy's version: the step after the checkpoint has its
+            tasks.drop_after(step)
             episodes.drop_after(step)
             evaluations.drop_after(step)
         total = sum(phase.num_steps for phase in method.phases)

@@ -210,6 +210,7 @@ async def _evaluate_if_due(run: Run, phase: Phase, due_step: int) -> None:
                 seed,
             )
         scalars = run.evaluations.write(run.step, reasoner, challenger)
+        run.metrics.plot(run.step, scalars)
     shown = ", ".join(
         f"{name.removeprefix('evaluation/').removesuffix('_frac')} {v:.0%}" for name, v in scalars.items()
     )

@@ -161,6 +161,7 @@ class Task:
     answer_type: str
     role: str
     step: int
+    """In which it was proposed; the first is 1."""
     policy_version: int
     source: str
     """Document, seed or file it was made from."""

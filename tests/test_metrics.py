@@ -1,7 +1,6 @@
-"""Metrics, episodes and progress: what a reader of the run directory finds, also after a kill and a resume."""
+"""Metrics and episodes: what a reader of the run directory finds, also after a kill and a resume."""
 
 import gzip
-import io
 import json
 import math
 import time
@@ -9,11 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from jaxsp.config import UserError
-from jaxsp.metrics import EpisodeLog, MetricsWriter, Progress, read_metrics
+from jaxsp.metrics import EpisodeLog, MetricsWriter, read_metrics
 
 
 def tensorboard_points(run_dir: Path, name: str) -> list[tuple[int, float]]:
@@ -33,6 +31,14 @@ def test_scalars_are_read_back_by_tensorboard_and_from_the_json_lines(tmp_path):
     assert [list(row) for row in rows] == [["step", "time_s", "reasoner/reward", "time/play_s"]] * 3
     assert abs(rows[-1]["time_s"] - time.time()) < 60
     assert [row["reasoner/reward"] for row in rows] == [0.0, 0.25, 0.5]
+
+
+def test_plotted_scalars_go_to_tensorboard_alone(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.plot(4, {"evaluation/accuracy_frac": 0.5})
+        with pytest.raises(ValueError, match="part/what"):
+            writer.plot(4, {"accuracy": 0.5})
+    assert tensorboard_points(tmp_path, "evaluation/accuracy_frac") == [(4, 0.5)] and read_metrics(tmp_path) == []
 
 
 def test_nan_and_infinity_are_null_in_json_and_no_point_in_tensorboard(tmp_path):
@@ -119,50 +125,3 @@ def test_a_damaged_episode_file_is_named(tmp_path):
     path.write_bytes(path.read_bytes()[:-12])
     with pytest.raises(UserError, match=r"step_000000\.jsonl\.gz"):
         log.read(0)
-
-
-def test_without_a_terminal_progress_is_lines_that_come_also_when_nothing_is_reported():
-    stream = io.StringIO()
-    with Progress(4, "quickstart", console=Console(file=stream), interval_s=0.05) as progress:
-        progress.phase("warm_start", 2)
-        progress.advance(loss=1.23456)
-        progress.activity("challenger samples", 12, 32)
-        time.sleep(0.3)
-    lines = stream.getvalue().splitlines()
-    assert lines[0].startswith("quickstart 0/4 steps, warm_start 0/2, elapsed 0:00:00, left ?")
-    assert len(lines) >= 4
-    assert "quickstart 1/4 steps, warm_start 1/2, challenger samples 12/32, " in lines[-1]
-    assert "elapsed 0:00:00, left 0:00:01" in lines[-1]
-    assert lines[-1].endswith("loss 1.23")
-    assert "\x1b" not in stream.getvalue()
-
-
-def test_the_time_left_ignores_steps_done_before_a_resume_and_follows_the_phase(monkeypatch):
-    now_s = 100.0
-    monkeypatch.setattr("jaxsp.metrics.time.monotonic", lambda: now_s)
-    progress = Progress(20, "run", start_step=10, console=Console(file=io.StringIO()))
-    progress.phase("warm_start", 12, done=10)
-    now_s += 4.0
-    progress.advance()
-    assert "4.0 s/step, elapsed 0:00:04, left 0:00:36" in progress.line()
-    now_s += 2.0
-    progress.advance()
-    progress.phase("joint", 8)
-    assert "3.0 s/step, elapsed 0:00:06, left 0:00:24" in progress.line(), "no step of the phase yet: the run's mean"
-    now_s += 100.0
-    progress.advance()
-    assert "100.0 s/step, elapsed 0:01:46, left 0:11:40" in progress.line()
-
-
-def test_on_a_terminal_progress_draws_bars_with_rates_and_times():
-    stream = io.StringIO()
-    console = Console(file=stream, force_terminal=True, width=150)
-    with Progress(4, "quickstart", console=console) as progress:
-        progress.phase("joint", 4)
-        progress.advance(reward=0.25)
-        progress.activity("reasoner samples", 3, 8)
-        progress.log("a line of its own [not markup]")
-        progress.activity("reasoner samples", 5, 8)
-    shown = stream.getvalue()
-    for text in ("quickstart", "1/4 steps", "elapsed 0:00:00", "left", "reward 0.25", "joint", "5/8", "[not markup]"):
-        assert text in shown

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jaxsp.config import UserError
 from jaxsp.evaluate import ChallengerReport, Estimate, Question, ReasonerReport
-from jaxsp.metrics import MetricsWriter
+from jaxsp.metrics import EpisodeLog, MetricsWriter
 from jaxsp.report import EvaluationLog, answer_rows, print_reasoner, print_report, reasoner_row
 from jaxsp.rollout.roles import Answer, Call
 from jaxsp.trajectory import Completion, FinishReason, GenerateRequest
@@ -33,7 +33,9 @@ REASONER = ReasonerReport(
         given(WORD, r"\boxed{red}", Verdict(True, "ok", "red")),
     ),
 )
-CHALLENGER = ChallengerReport(Estimate(0.5, 0.1, 24), Estimate(0.25, 0.05, 24), Estimate(1.0, 0.0, 12), ())
+CHALLENGER = ChallengerReport(
+    Estimate(0.5, 0.1, 24), Estimate(0.25, 0.05, 24), Estimate(1.0, 0.0, 12), ({"text": "Question: 2 + 3?"},)
+)
 
 
 def printed(call, *arguments: Any) -> str:
@@ -105,8 +107,10 @@ def test_evaluations_are_one_line_a_step_and_go_where_a_run_is_resumed(tmp_path:
     lines = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
     assert lines[0] == {"step": 3, "rows": {"reasoner accuracy": {"mean": 0.5, "error": 0.1, "count": 4}}}
     assert log.rows() == lines and log.has(3) and log.has(6) and not log.has(4)
+    texts = EpisodeLog(tmp_path, folder="evaluations")
+    assert texts.read(3) == [] and texts.read(6) == [{"role": "challenger", "text": "Question: 2 + 3?"}]
     log.drop_after(5)
-    assert log.rows() == lines[:1]
+    assert log.rows() == lines[:1] and not texts.path(6).exists()
     with (tmp_path / "evaluations.jsonl").open("a") as file:
         file.write('{"step": 6')  # a kill in the middle of a line
     assert log.rows() == lines[:1]

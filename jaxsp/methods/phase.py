@@ -10,7 +10,12 @@ from jaxsp.trajectory import Group
 
 @dataclass(frozen=True)
 class StepPlace:
-    """Where in a run a step stands. `step` counts over all phases and is the policy's version before the update."""
+    """Where in a run a step stands.
+
+    Attributes:
+        step: steps done before it, over all phases: the version of the policy that plays it.
+        step_in_phase: the same, of its phase.
+    """
 
     step: int
     step_in_phase: int

@@ -93,7 +93,7 @@ def make_method(config: RunConfig, setting: Setting, corpus: Corpus, supervised)
             setting,
             rules,
             seed=place.seed,
-            step=place.step,
+            step=place.step + 1,
             policy_version=place.step,
             on_progress=place.on_progress,
         )
@@ -138,4 +138,4 @@ async def _play_conversations(
     trajectories = tuple(
         Trajectory("teacher", (imitation_segment(messages, supervised),), reward=0.0) for messages in batch
     )
-    return Played((Group(f"{place.step}/conversations", "teacher", trajectories),), (), [], {})
+    return Played((Group(f"{place.step + 1}/conversations", "teacher", trajectories),), (), [], {})

@@ -83,7 +83,10 @@ async def play_spice(
     policy_version: int,
     on_progress: OnProgress = lambda activity, done, total: None,
 ) -> Played:
-    """Plays one step on `documents`, pairs of id and text. Depends on its arguments and the policy alone."""
+    """Plays the step number `step` (the first is 1) on `documents`, pairs of id and text.
+
+    Depends on its arguments and the policy alone.
+    """
     attempts = await attempt_until_valid(documents, setting, rules, seed=seed, step=step, on_progress=on_progress)
     kept = [
         _Solved(index, attempt, ())

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from jaxsp.cli import main
 from jaxsp.config import load_config
-from jaxsp.metrics import METRIC_NAME, read_metrics
+from jaxsp.metrics import METRIC_NAME, EpisodeLog, read_metrics
 from jaxsp.report import EvaluationLog
 from jaxsp.task_pool import TaskPool, task_pool_path
 from tests.integration.tiny_spice import (
@@ -68,7 +68,12 @@ def test_tensorboard_shows_every_number_of_the_metrics(first_run: Path) -> None:
     rows = read_metrics(first_run)
     board = EventAccumulator(str(first_run / "tb"), size_guidance={"scalars": 0}).Reload()
     names = {name for row in rows for name in row} - {"step", "time_s"}
-    assert set(board.Tags()["scalars"]) == names
+    evaluations = EvaluationLog(first_run).rows()
+    in_evaluations = {f"evaluation/{name.replace(' ', '_')}_frac": name for name in evaluations[0]["rows"]}
+    assert set(board.Tags()["scalars"]) == names | set(in_evaluations)
+    for tag, name in in_evaluations.items():
+        points = [(event.step, event.value) for event in board.Scalars(tag)]
+        assert points == [(row["step"], pytest.approx(row["rows"][name]["mean"])) for row in evaluations]
     for name in names:
         points = [(event.step, event.value) for event in board.Scalars(name)]
         expected = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
@@ -80,14 +85,12 @@ def test_episodes_tasks_and_metrics_of_a_step_tell_the_same(first_run: Path) -> 
     every, all_tasks = episodes(first_run), {task.task_id: task for task in tasks(first_run)}
     rows = {row["step"]: row for row in read_metrics(first_run)}
     assert list(every) == list(range(TEACHING_STEPS + 1, TEACHING_STEPS + 5))
-    assert {task.step for task in all_tasks.values()} == {step - 1 for step in every}
+    assert {task.step for task in all_tasks.values()} == set(every)
     corpus = {f"sum{x}{y}" for x, y in SUMS}
     for step, records in every.items():
         proposed = [record for record in records if record["role"] == "challenger"]
         answers = [record for record in records if record["role"] == "reasoner"]
-        assert [record["task_id"] for record in proposed] == [
-            t.task_id for t in all_tasks.values() if t.step == step - 1
-        ]
+        assert [record["task_id"] for record in proposed] == [t.task_id for t in all_tasks.values() if t.step == step]
         for record in proposed:
             task = all_tasks[record["task_id"]]
             assert task.policy_version == step - 1 and task.source == record["document"] in corpus
@@ -126,6 +129,11 @@ def test_there_are_evaluations_before_after_and_in_between(first_run: Path, caps
         overall = row["rows"]["reasoner accuracy"]
         assert overall["count"] == 3 and row["rows"]["challenger valid"]["count"] == 6
         assert overall["mean"] == pytest.approx(np.mean([row["rows"][kind]["mean"] for kind in kinds]))
+        texts = EpisodeLog(first_run, folder="evaluations").read(row["step"])
+        right = [text["correct"] for text in texts if text["role"] == "reasoner"]
+        assert len(right) == 3 and np.mean(right) == pytest.approx(overall["mean"])
+        reasons = [text["reason"] for text in texts if text["role"] == "challenger"]
+        assert len(reasons) == 6 and reasons.count("ok") / 6 == pytest.approx(row["rows"]["challenger valid"]["mean"])
     assert main(["report", str(first_run)]) == 0
     out = capsys.readouterr().out
     assert f"before: step {TEACHING_STEPS}, after: step {TEACHING_STEPS + 4}" in out
