@@ -79,7 +79,7 @@ KILLED = {
     "before its first checkpoint": ("jaxsp.metrics.MetricsWriter.write", 1, 0),
     "in the warm start": ("jaxsp.metrics.MetricsWriter.write", 3, 2),
     "between the phases": ("jaxsp.report.EvaluationLog.write", 1, 3),
-    "in a step of self-play": ("jaxsp.metrics.EpisodeLog.write", 2, 4),
+    "in a step of self-play": ("jaxsp.metrics.EpisodeLog.write", 3, 4),
     "before the last evaluation": ("jaxsp.metrics.MetricsWriter.write", 7, 6),
 }
 
@@ -97,7 +97,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(game: Path, whole: Path, tmp_path
     assert metrics(run_dir) == metrics(whole)[: len(read_metrics(run_dir))]
     if place == "in a step of self-play":  # step 5 has left tasks and episodes and nothing else
         assert [row["step"] for row in read_metrics(run_dir)][-1] == 4
-        assert list(episodes(run_dir)) == [4, 5] and tasks(run_dir)[-1].step == 4
+        assert list(episodes(run_dir)) == [4, 5] and tasks(run_dir)[-1].step == 5
     out, err = resume(capsys, run_dir)
     assert err == "" and "before: step 3, after: step 7" in out
     assert_same_runs(run_dir, whole)
@@ -105,7 +105,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(game: Path, whole: Path, tmp_path
 
 @pytest.mark.parametrize(
     ("method", "call", "step"),
-    [("jaxsp.metrics.EpisodeLog.write", 2, 5), ("jaxsp.sampler.engine.Engine.load", 4, 3)],
+    [("jaxsp.metrics.EpisodeLog.write", 3, 5), ("jaxsp.sampler.engine.Engine.load", 4, 3)],
     ids=["in self-play", "at the end of the warm start"],
 )
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_to_the_same_bits(

@@ -38,7 +38,8 @@ def the_config_of(first_run: Path) -> Path:
 def test_a_run_directory_holds_what_the_readme_says(first_run: Path) -> None:
     found = {path.name for path in first_run.iterdir()}
     assert found == {
-        "config.yaml", "metrics.jsonl", "tb", "episodes", "tasks.sqlite", "evaluations.jsonl", "checkpoints", "lock",
+        "config.yaml", "metrics.jsonl", "tb", "episodes", "tasks.sqlite", "evaluations.jsonl", "evaluations",
+        "checkpoints", "lock",
     }  # fmt: skip
     last = TEACHING_STEPS + 4
     every_second = [*range(2, TEACHING_STEPS + 1, 2), TEACHING_STEPS + 2, last]
