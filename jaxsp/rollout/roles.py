@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from jaxsp.rollout.prompts import PromptSet, Proposal, Rejection
+from jaxsp.rollout.seeds import derive_seed
 from jaxsp.rollout.validity import rejection_reason
 from jaxsp.trajectory import Completion, Generate, GenerateRequest, Segment, segment_from_completion
 from jaxsp.verifiers.math_answer import Verdict
@@ -93,7 +94,7 @@ async def _call(setting: Setting, messages: list[dict[str, str]], sampling: Samp
 async def propose(
     setting: Setting, documents: Sequence[str], seeds: Sequence[int], sampling: Sampling, is_grounded_only: bool
 ) -> list[Attempt]:
-    """One attempt for each document and seed, in order.
+    """One attempt for each document and seed, in order. Its two calls draw with seeds of their own.
 
     All type calls finish before the first question call starts, so what is sampled together does not depend on the
     timing of other processes and a run can be repeated to the bit.
@@ -101,7 +102,7 @@ async def propose(
     prompts = setting.prompts
     type_calls = await asyncio.gather(
         *(
-            _call(setting, prompts.type_messages(document), sampling, seed)
+            _call(setting, prompts.type_messages(document), sampling, derive_seed(seed, "type"))
             for document, seed in zip(documents, seeds, strict=True)
         )
     )
@@ -110,7 +111,8 @@ async def propose(
         answer_type = _readable(type_call, prompts.read_type)
         if isinstance(answer_type, Rejection):
             return Attempt((type_call,), answer_type)
-        call = await _call(setting, prompts.question_messages(document, answer_type), sampling, seed)
+        messages = prompts.question_messages(document, answer_type)
+        call = await _call(setting, messages, sampling, derive_seed(seed, "question"))
         proposal = _readable(call, lambda reply: prompts.read_question(reply, answer_type))
         if isinstance(proposal, Proposal) and (reason := rejection_reason(proposal, document, is_grounded_only)):
             proposal = Rejection(reason)

@@ -8,6 +8,7 @@ import pytest
 
 from jaxsp.rollout.prompts import PROMPTS, Proposal, Rejection
 from jaxsp.rollout.roles import Sampling, Setting, answer, propose
+from jaxsp.rollout.seeds import derive_seed
 from tests.tiny import END, ByteRenderer, ScriptedGenerate, decode_bytes, make_setting
 
 DOCUMENT = "Anna has 3 red cups and 4 blue cups, so Anna has 7 cups in all."
@@ -42,14 +43,22 @@ def test_an_attempt_is_a_type_call_and_a_question_call_of_that_type():
     assert [call.request for call in attempt.calls] == generate.requests
 
 
-def test_requests_carry_the_seed_the_sampling_and_what_stops_a_reply():
+def test_requests_carry_the_sampling_and_what_stops_a_reply():
     renderer = ByteRenderer(stop_ids=(END, 7), stop_strings=("\nUser:",))
     attempt = attempt_with(challenger(), Sampling(77, 0.5), renderer=renderer)
     for call in attempt.calls:
         request = call.request
-        assert (request.seed, request.max_tokens, request.temperature) == (5, 77, 0.5)
+        assert (request.max_tokens, request.temperature) == (77, 0.5)
         assert (request.stop_ids, request.stop_strings) == ((END, 7), ("\nUser:",))
         assert (request.top_k, request.top_p, request.min_p) == (0, 1.0, 0.0)
+
+
+def test_every_call_of_every_attempt_draws_with_noise_of_its_own():
+    generate = challenger()
+    asyncio.run(propose(make_setting(generate), [DOCUMENT] * 3, [5, 6, 5], LONG, False))
+    type_5, type_6, again_type_5, question_5, question_6, again_question_5 = [r.seed for r in generate.requests]
+    assert len({5, 6, type_5, type_6, question_5, question_6}) == 6
+    assert (type_5, question_5) == (again_type_5, again_question_5)
 
 
 def test_no_question_is_asked_for_after_an_unreadable_type():
@@ -138,7 +147,7 @@ def test_answers_and_attempts_come_back_in_the_order_of_their_requests_whatever_
     documents = [f"document {number}" for number in range(20)]
     generate = ScriptedGenerate(lambda prompt, seed: f"no {seed}", delay_s=lambda: rng.random() / 300)
     attempts = asyncio.run(propose(make_setting(generate), documents, list(range(20)), LONG, False))
-    assert [attempt.text for attempt in attempts] == [f"no {number}" for number in range(20)]
+    assert [attempt.text for attempt in attempts] == [f"no {derive_seed(number, 'type')}" for number in range(20)]
 
 
 def test_every_type_call_ends_before_the_first_question_call_starts():
