@@ -5,7 +5,7 @@ verifiers run in processes that hold no device.
 """
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -122,15 +122,13 @@ def segment_from_completion(request: GenerateRequest, completion: Completion) ->
 class Trajectory:
     """One role's turns in one episode, with its reward.
 
-    `reward_parts` explains `reward` (names to numbers, for metrics and the episode log); `text` is a view of the
-    sampled tokens, never re-encoded.
+    `text` is a view of the sampled tokens, never re-encoded.
     """
 
     role: str
     segments: tuple[Segment, ...]
     reward: float
     status: Status = "ok"
-    reward_parts: dict[str, float] = field(default_factory=dict)
     text: str = ""
 
 

@@ -2,7 +2,7 @@
 
 SPICE (arXiv 2510.24684), section 3 and algorithm 1:
 1. per document, up to N challenger attempts until one is valid;
-2. of those, G challenger trajectories that keep the ratio of valid to invalid;
+2. of those, G challenger trajectories that keep the ratio of valid to invalid (the others are only recorded);
 3. per valid one, G answers of the reasoner, which does not see the document;
 4. the challenger is paid by the variance of those answers, an invalid attempt a constant; the reasoner by being right;
 5. one valid task per document, drawn at random, trains the reasoner on the answers already sampled.
@@ -10,10 +10,12 @@ SPICE (arXiv 2510.24684), section 3 and algorithm 1:
 A trajectory's group is its document (challenger) or its task (reasoner).
 """
 
+import functools
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxsp.rollout.prompts import Proposal, Rejection
@@ -36,7 +38,7 @@ class SpiceRules:
     is_grounded_only: bool = False
     tasks_per_document: int = 1
     shares_answers: bool = False
-    """Questions with the same text share one set of G answers."""
+    """Tasks with equal question, answer and answer type share one set of G answers."""
     prefers_mixed_tasks: bool = False
     """Draw the reasoner's tasks from those answered sometimes right and sometimes wrong, where there are any."""
 
@@ -53,24 +55,61 @@ class Played:
 
     groups: tuple[Group, ...]
     tasks: tuple[Task, ...]
+    """Every attempt, also those that were not kept."""
     episodes: list[dict[str, Any]]
     metrics: dict[str, float]
 
+    @property
+    def trained_task_ids(self) -> tuple[str, ...]:
+        """The tasks that train the reasoner."""
+        return tuple(group.group_id for group in self.groups if group.role == "reasoner")
+
 
 @dataclass(frozen=True, eq=False)
-class _Solved:
-    """A kept attempt of a document, and the answers to it if it is valid."""
+class _Try:
+    """An attempt, and the answers to it if it is valid and kept.
 
+    Attributes:
+        position: its place among all attempts of the step.
+        answers_at: the position of the first try with these answers, which is another one where answers are shared.
+    """
+
+    position: int
     document: int
     attempt: Attempt
-    answers: tuple[Answer, ...]
+    is_kept: bool
+    answers: tuple[Answer, ...] = ()
+    answers_at: int | None = None
 
     @property
-    def solve_rate(self) -> float:
-        return sum(answer.verdict.correct for answer in self.answers) / len(self.answers)
+    def proposal(self) -> Proposal | None:
+        return self.attempt.outcome if isinstance(self.attempt.outcome, Proposal) else None
+
+    @property
+    def question(self) -> str:
+        assert self.proposal is not None
+        return self.proposal.question
+
+    @property
+    def solve_rate(self) -> float | None:
+        return _mean([given.verdict.correct for given in self.answers]) if self.answers else None
+
+    @property
+    def is_mixed(self) -> bool:
+        return self.solve_rate is not None and 0 < self.solve_rate < 1
+
+    @property
+    def has_own_answers(self) -> bool:
+        """True for one try of each set of answers, so that shared ones count once."""
+        return self.answers_at == self.position
 
 
 OnProgress = Callable[[str, int, int], None]
+"""Told what is going on, how much of it is done, and of how much."""
+
+
+def ignore_progress(activity: str, done: int, total: int) -> None:
+    """An `OnProgress` for nobody."""
 
 
 async def play_spice(
@@ -81,26 +120,25 @@ async def play_spice(
     seed: int,
     step: int,
     policy_version: int,
-    on_progress: OnProgress = lambda activity, done, total: None,
+    on_progress: OnProgress = ignore_progress,
 ) -> Played:
     """Plays the step number `step` (the first is 1) on `documents`, pairs of id and text.
 
     Depends on its arguments and the policy alone.
     """
     attempts = await attempt_until_valid(documents, setting, rules, seed=seed, step=step, on_progress=on_progress)
-    kept = [
-        _Solved(index, attempt, ())
-        for index, tries in enumerate(attempts)
-        for attempt in keep_ratio(tries, rules.group_size, random.Random(derive_seed(seed, step, "keep", index)))
-    ]
-    solved = await _answer_valid(kept, setting, rules, seed=seed, step=step, on_progress=on_progress)
-    trained = _draw_reasoner_tasks(solved, len(documents), rules, seed=seed, step=step)
-    tasks = tuple(_as_task(item, position, documents, step, policy_version) for position, item in enumerate(solved))
+    tries = _mark_kept(attempts, rules, seed=seed, step=step)
+    tries = await _answer_valid(tries, setting, rules, seed=seed, step=step, on_progress=on_progress)
+    by_document: list[list[_Try]] = [[] for _ in documents]
+    for each in tries:
+        by_document[each.document].append(each)
+    trained = _draw_reasoner_tasks(by_document, rules, seed=seed, step=step)
+    tasks = tuple(_as_task(each, documents, step, policy_version) for each in tries)
     groups = (
-        *_challenger_groups(solved, len(documents), rules, step),
-        *(_reasoner_group(solved[position], f"{step}/task{position}") for position in trained),
+        *(_challenger_group(own, rules, f"{step}/document{number}") for number, own in enumerate(by_document) if own),
+        *(_reasoner_group(each, tasks[each.position].task_id) for each in trained),
     )
-    return Played(groups, tasks, _episodes(solved, tasks, rules, set(trained)), _metrics(solved, attempts, rules))
+    return Played(groups, tasks, _episodes(tries, tasks, rules, trained), _metrics(tries, len(documents), rules))
 
 
 async def attempt_until_valid(
@@ -110,7 +148,7 @@ async def attempt_until_valid(
     *,
     seed: int,
     step: int,
-    on_progress: OnProgress = lambda activity, done, total: None,
+    on_progress: OnProgress = ignore_progress,
 ) -> list[list[Attempt]]:
     """The attempts of each document: rounds of `attempts_per_round` until one is valid or `max_attempts` are made."""
     attempts: list[list[Attempt]] = [[] for _ in documents]
@@ -123,17 +161,16 @@ async def attempt_until_valid(
         ]
         if not waiting:
             return attempts
-        on_progress("challenger", 0, len(waiting))
         made = await propose(
             setting,
             [documents[index][1] for index, _ in waiting],
             [derive_seed(seed, step, "challenger", index, number) for index, number in waiting],
             rules.challenger,
             rules.is_grounded_only,
+            functools.partial(on_progress, "challenger"),
         )
         for (index, _), attempt in zip(waiting, made, strict=True):
             attempts[index].append(attempt)
-        on_progress("challenger", len(waiting), len(waiting))
 
 
 def keep_ratio(attempts: Sequence[Attempt], group_size: int, rng: random.Random) -> list[Attempt]:
@@ -150,96 +187,101 @@ def keep_ratio(attempts: Sequence[Attempt], group_size: int, rng: random.Random)
     return [attempt for attempt in attempts if id(attempt) in chosen]
 
 
+def _mark_kept(attempts: Sequence[Sequence[Attempt]], rules: SpiceRules, *, seed: int, step: int) -> list[_Try]:
+    """All attempts of all documents in order, at most G of each document marked as kept."""
+    tries: list[_Try] = []
+    for document, made in enumerate(attempts):
+        kept = keep_ratio(made, rules.group_size, random.Random(derive_seed(seed, step, "keep", document)))
+        kept_ids = set(map(id, kept))
+        for attempt in made:
+            tries.append(_Try(len(tries), document, attempt, id(attempt) in kept_ids))
+    return tries
+
+
 async def _answer_valid(
-    kept: list[_Solved], setting: Setting, rules: SpiceRules, *, seed: int, step: int, on_progress: OnProgress
-) -> list[_Solved]:
-    """The kept attempts, the valid ones with their G answers."""
-    keys: list[Any] = []  # one for each set of answers: the question where sets are shared, else the place
-    asked: dict[Any, Proposal] = {}
-    for position, item in enumerate(kept):
-        proposal = item.attempt.outcome
-        key = None
-        if isinstance(proposal, Proposal):
-            key = (proposal.question, proposal.answer) if rules.shares_answers else position
-            asked.setdefault(key, proposal)
-        keys.append(key)
-    proposals = [proposal for proposal in asked.values() for _ in range(rules.group_size)]
-    seeds = [
-        derive_seed(seed, step, "reasoner", number, sample)
-        for number in range(len(asked))
-        for sample in range(rules.group_size)
-    ]
-    on_progress("reasoner", 0, len(proposals))
-    flat = await answer(setting, proposals, seeds, rules.reasoner)
-    on_progress("reasoner", len(proposals), len(proposals))
+    tries: list[_Try], setting: Setting, rules: SpiceRules, *, seed: int, step: int, on_progress: OnProgress
+) -> list[_Try]:
+    """The tries, those that are valid and kept with their G answers."""
+    first: dict[Any, _Try] = {}  # of each set of answers; its key is the proposal where sets are shared
+    for each in tries:
+        if each.is_kept and each.proposal is not None:
+            first.setdefault(each.proposal if rules.shares_answers else each.position, each)
+    flat = await answer(
+        setting,
+        [each.proposal for each in first.values() if each.proposal for _ in range(rules.group_size)],
+        [
+            derive_seed(seed, step, "reasoner", number, sample)
+            for number in range(len(first))
+            for sample in range(rules.group_size)
+        ],
+        rules.reasoner,
+        functools.partial(on_progress, "reasoner"),
+    )
     sets = {
-        key: tuple(flat[number * rules.group_size : (number + 1) * rules.group_size])
-        for number, key in enumerate(asked)
+        key: (tuple(flat[number * rules.group_size : (number + 1) * rules.group_size]), each.position)
+        for number, (key, each) in enumerate(first.items())
     }
-    return [
-        _Solved(item.document, item.attempt, () if key is None else sets[key])
-        for item, key in zip(kept, keys, strict=True)
-    ]
+    answered = []
+    for each in tries:
+        key = each.proposal if rules.shares_answers else each.position
+        answers, answers_at = sets[key] if each.is_kept and key in sets else ((), None)
+        answered.append(replace(each, answers=answers, answers_at=answers_at))
+    return answered
 
 
 def _draw_reasoner_tasks(
-    solved: list[_Solved], num_documents: int, rules: SpiceRules, *, seed: int, step: int
-) -> list[int]:
-    """Positions of the tasks that train the reasoner: for each document a random draw, no text twice."""
-    trained: list[int] = []
-    for document in range(num_documents):
-        rng = random.Random(derive_seed(seed, step, "draw", document))
-        choices = [position for position, item in enumerate(solved) if item.document == document and item.answers]
-        rng.shuffle(choices)
+    by_document: Sequence[Sequence[_Try]], rules: SpiceRules, *, seed: int, step: int
+) -> list[_Try]:
+    """The tasks that train the reasoner: for each document a random draw, no question twice in the step."""
+    trained: dict[str, _Try] = {}
+    for document, tries in enumerate(by_document):
+        choices = [each for each in tries if each.answers]
+        random.Random(derive_seed(seed, step, "draw", document)).shuffle(choices)
         if rules.prefers_mixed_tasks:
-            choices.sort(key=lambda position: not 0 < solved[position].solve_rate < 1)
-        drawn: dict[str, int] = {}
-        for position in choices:
-            drawn.setdefault(_proposal(solved[position]).question, position)
-        trained += list(drawn.values())[: rules.tasks_per_document]
-    return trained
+            choices.sort(key=lambda each: not each.is_mixed)
+        num_drawn = 0
+        for each in choices:
+            if num_drawn < rules.tasks_per_document and each.question not in trained:
+                trained[each.question] = each
+                num_drawn += 1
+    return list(trained.values())
 
 
-def _proposal(item: _Solved) -> Proposal:
-    assert isinstance(item.attempt.outcome, Proposal)
-    return item.attempt.outcome
+def _challenger_reward(each: _Try, rules: SpiceRules) -> float | None:
+    """None for a try that was not kept."""
+    if not each.is_kept:
+        return None
+    return rules.invalid_reward if each.solve_rate is None else rules.solve_rate_reward(each.solve_rate)
 
 
-def _challenger_reward(item: _Solved, rules: SpiceRules) -> float:
-    return rules.solve_rate_reward(item.solve_rate) if item.answers else rules.invalid_reward
-
-
-def _challenger_groups(solved: list[_Solved], num_documents: int, rules: SpiceRules, step: int) -> list[Group]:
-    groups = []
-    for document in range(num_documents):
-        trajectories = tuple(
-            Trajectory(
-                role="challenger",
-                segments=tuple(call.segment for call in item.attempt.calls),
-                reward=_challenger_reward(item, rules),
-                status="ok" if item.answers else _invalid_status(item.attempt),
-                reward_parts={"solve_rate": item.solve_rate} if item.answers else {},
-                text=item.attempt.text,
-            )
-            for item in solved
-            if item.document == document
+def _challenger_group(tries: Sequence[_Try], rules: SpiceRules, group_id: str) -> Group:
+    trajectories = tuple(
+        Trajectory(
+            role="challenger",
+            segments=tuple(call.segment for call in each.attempt.calls),
+            reward=reward,
+            status=_attempt_status(each.attempt),
+            text=each.attempt.text,
         )
-        if trajectories:
-            groups.append(Group(f"{step}/document{document}", "challenger", trajectories))
-    return groups
+        for each in tries
+        if (reward := _challenger_reward(each, rules)) is not None
+    )
+    return Group(group_id, "challenger", trajectories)
 
 
-def _invalid_status(attempt: Attempt) -> Status:
+def _attempt_status(attempt: Attempt) -> Status:
+    if isinstance(attempt.outcome, Proposal):
+        return "ok"
     return "truncated" if attempt.calls[-1].completion.finish_reason == "length" else "invalid"
 
 
 def _answer_status(given: Answer) -> Status:
-    if given.call.completion.finish_reason == "length":
-        return "truncated"
-    return "timeout" if given.verdict.status == "timeout" else "ok"
+    if given.verdict.status == "timeout":
+        return "timeout"
+    return "truncated" if given.call.completion.finish_reason == "length" else "ok"
 
 
-def _reasoner_group(item: _Solved, group_id: str) -> Group:
+def _reasoner_group(each: _Try, group_id: str) -> Group:
     trajectories = tuple(
         Trajectory(
             role="reasoner",
@@ -248,75 +290,86 @@ def _reasoner_group(item: _Solved, group_id: str) -> Group:
             status=_answer_status(given),
             text=given.call.completion.text,
         )
-        for given in item.answers
+        for given in each.answers
     )
     return Group(group_id, "reasoner", trajectories)
 
 
-def _as_task(
-    item: _Solved, position: int, documents: Sequence[tuple[str, str]], step: int, policy_version: int
-) -> Task:
-    outcome = item.attempt.outcome
+def _as_task(each: _Try, documents: Sequence[tuple[str, str]], step: int, policy_version: int) -> Task:
+    outcome = each.attempt.outcome
     is_valid = isinstance(outcome, Proposal)
     return Task(
-        task_id=f"{step}/task{position}",
-        text=outcome.question if is_valid else item.attempt.text,
+        task_id=f"{step}/task{each.position}",
+        text=outcome.question if is_valid else each.attempt.text,
         answer=outcome.answer if is_valid else "",
         answer_type=outcome.answer_type if is_valid else "",
         role="challenger",
         step=step,
         policy_version=policy_version,
-        source=documents[item.document][0],
+        source=documents[each.document][0],
         is_valid=is_valid,
         reason="ok" if is_valid else outcome.reason,
-        solve_rate=item.solve_rate if item.answers else None,
+        solve_rate=each.solve_rate,
     )
 
 
-def _episodes(solved: list[_Solved], tasks: Sequence[Task], rules: SpiceRules, trained: set[int]) -> list[dict]:
-    """One record per trajectory, for `episodes/*.jsonl.gz`: texts, token counts, reward and reason."""
+def _episodes(
+    tries: Sequence[_Try], tasks: Sequence[Task], rules: SpiceRules, trained: Sequence[_Try]
+) -> list[dict[str, Any]]:
+    """One record per attempt and per answer, for `episodes/*.jsonl.gz`: texts, token counts, reward and reason.
+
+    Answers follow the attempt that they were sampled for; `answers_of` of another one that shares them names its task.
+    """
     rows: list[dict[str, Any]] = []
-    for position, (item, task) in enumerate(zip(solved, tasks, strict=True)):
-        completions = [call.completion for call in item.attempt.calls]
+    trained_sets = {each.answers_at for each in trained}
+    for each, task in zip(tries, tasks, strict=True):
+        completions = [call.completion for call in each.attempt.calls]
         rows.append({
-            "role": "challenger", "task_id": task.task_id, "document": task.source, "text": item.attempt.text,
-            "num_prompt_tokens": sum(len(call.request.tokens) for call in item.attempt.calls),
+            "role": "challenger", "task_id": task.task_id, "document": task.source, "text": each.attempt.text,
+            "num_prompt_tokens": sum(len(call.request.tokens) for call in each.attempt.calls),
             "num_sampled_tokens": sum(len(completion.tokens) for completion in completions),
-            "finish_reason": completions[-1].finish_reason, "reward": _challenger_reward(item, rules),
-            "reason": task.reason, "solve_rate": task.solve_rate,
+            "finish_reason": completions[-1].finish_reason, "is_kept": each.is_kept,
+            "reward": _challenger_reward(each, rules), "reason": task.reason, "solve_rate": task.solve_rate,
+            "answers_of": None if each.answers_at is None else tasks[each.answers_at].task_id,
         })  # fmt: skip
-        for given in item.answers:
+        for given in each.answers if each.has_own_answers else ():
             rows.append({
                 "role": "reasoner", "task_id": task.task_id, "question": task.text, "reference": task.answer,
                 "text": given.call.completion.text, "num_prompt_tokens": len(given.call.request.tokens),
                 "num_sampled_tokens": len(given.call.completion.tokens),
                 "finish_reason": given.call.completion.finish_reason, "reward": float(given.verdict.correct),
                 "reason": given.verdict.status, "extracted": given.verdict.extracted,
-                "is_trained": position in trained,
+                "is_trained": each.position in trained_sets,
             })  # fmt: skip
     return rows
 
 
 def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+    """NaN, which is no value, of nothing."""
+    return sum(values) / len(values) if values else math.nan
 
 
-def _metrics(solved: list[_Solved], attempts: list[list[Attempt]], rules: SpiceRules) -> dict[str, float]:
-    every = [attempt for tries in attempts for attempt in tries]
-    answered = [item for item in solved if item.answers]
-    answers = [given for item in answered for given in item.answers]
-    rejected = Counter(attempt.outcome.reason for attempt in every if isinstance(attempt.outcome, Rejection))
+def _metrics(tries: Sequence[_Try], num_documents: int, rules: SpiceRules) -> dict[str, float]:
+    """Of the challenger's attempts, kept or not, and the reasoner's answers, each once however many tasks share it."""
+    rewards = [reward for each in tries if (reward := _challenger_reward(each, rules)) is not None]
+    questions = [each.question for each in tries if each.answers]
+    answered = [each for each in tries if each.has_own_answers]
+    answers = [given for each in answered for given in each.answers]
+    made = [_attempt_status(each.attempt) for each in tries]
+    given_statuses = [_answer_status(given) for given in answers]
+    rejected = Counter(each.attempt.outcome.reason for each in tries if isinstance(each.attempt.outcome, Rejection))
     return {
-        "challenger/valid_frac": _mean([isinstance(attempt.outcome, Proposal) for attempt in every]),
-        "challenger/reward_mean": _mean([_challenger_reward(item, rules) for item in solved]),
-        "challenger/attempts_mean": _mean([len(tries) for tries in attempts]),
-        "challenger/distinct_frac": len({_proposal(item).question for item in answered}) / max(len(answered), 1),
-        "challenger/tokens_mean": _mean([sum(len(c.completion.tokens) for c in a.calls) for a in every]),
-        **{f"challenger/rejected_{reason}_frac": count / len(every) for reason, count in sorted(rejected.items())},
+        "challenger/valid_frac": _mean([status == "ok" for status in made]),
+        "challenger/reward_mean": _mean(rewards),
+        "challenger/attempts_mean": len(tries) / num_documents if num_documents else math.nan,
+        "challenger/distinct_frac": len(set(questions)) / len(questions) if questions else math.nan,
+        "challenger/tokens_mean": _mean([sum(len(c.completion.tokens) for c in t.attempt.calls) for t in tries]),
+        "challenger/truncated_frac": _mean([status == "truncated" for status in made]),
+        **{f"challenger/rejected_{reason}_frac": count / len(tries) for reason, count in sorted(rejected.items())},
         "reasoner/accuracy_frac": _mean([given.verdict.correct for given in answers]),
-        "reasoner/mixed_frac": _mean([0 < item.solve_rate < 1 for item in answered]),
+        "reasoner/mixed_frac": _mean([each.is_mixed for each in answered]),
         "reasoner/tokens_mean": _mean([len(given.call.completion.tokens) for given in answers]),
         "reasoner/no_answer_frac": _mean([given.verdict.status == "no_answer" for given in answers]),
-        "verifier/timeout_frac": _mean([given.verdict.status == "timeout" for given in answers]),
-        "episode/truncated_frac": _mean([given.call.completion.finish_reason == "length" for given in answers]),
+        "reasoner/truncated_frac": _mean([status == "truncated" for status in given_statuses]),
+        "reasoner/timeout_frac": _mean([status == "timeout" for status in given_statuses]),
     }

@@ -1,6 +1,7 @@
 """The seats of SPICE: a challenger that reads a document and proposes a task, a reasoner that answers without it."""
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -79,7 +80,20 @@ class Answer:
     verdict: Verdict
 
 
-async def _call(setting: Setting, messages: list[dict[str, str]], sampling: Sampling, seed: int) -> Call:
+OnCount = Callable[[int, int], None]
+"""Told how many calls are done, and of how many."""
+
+
+def _count_up(on_count: OnCount, total: int) -> Callable[[], None]:
+    """Tells `on_count` that nothing is done yet; each call of what it returns, that one more is."""
+    done = itertools.count(1)
+    on_count(0, total)
+    return lambda: on_count(next(done), total)
+
+
+async def _call(
+    setting: Setting, messages: list[dict[str, str]], sampling: Sampling, seed: int, one_more: Callable[[], None]
+) -> Call:
     request = GenerateRequest(
         tokens=setting.renderer.prompt(messages),
         seed=seed,
@@ -88,11 +102,18 @@ async def _call(setting: Setting, messages: list[dict[str, str]], sampling: Samp
         stop_ids=setting.renderer.stop_ids,
         stop_strings=setting.renderer.stop_strings,
     )
-    return Call(request, await setting.generate(request))
+    completion = await setting.generate(request)
+    one_more()
+    return Call(request, completion)
 
 
 async def propose(
-    setting: Setting, documents: Sequence[str], seeds: Sequence[int], sampling: Sampling, is_grounded_only: bool
+    setting: Setting,
+    documents: Sequence[str],
+    seeds: Sequence[int],
+    sampling: Sampling,
+    is_grounded_only: bool,
+    on_count: OnCount = lambda done, total: None,
 ) -> list[Attempt]:
     """One attempt for each document and seed, in order. Its two calls draw with seeds of their own.
 
@@ -100,9 +121,10 @@ async def propose(
     timing of other processes and a run can be repeated to the bit.
     """
     prompts = setting.prompts
+    one_more = _count_up(on_count, 2 * len(documents))
     type_calls = await asyncio.gather(
         *(
-            _call(setting, prompts.type_messages(document), sampling, derive_seed(seed, "type"))
+            _call(setting, prompts.type_messages(document), sampling, derive_seed(seed, "type"), one_more)
             for document, seed in zip(documents, seeds, strict=True)
         )
     )
@@ -110,9 +132,10 @@ async def propose(
     async def ask(document: str, seed: int, type_call: Call) -> Attempt:
         answer_type = _readable(type_call, prompts.read_type)
         if isinstance(answer_type, Rejection):
+            one_more()  # its question is never asked for
             return Attempt((type_call,), answer_type)
         messages = prompts.question_messages(document, answer_type)
-        call = await _call(setting, messages, sampling, derive_seed(seed, "question"))
+        call = await _call(setting, messages, sampling, derive_seed(seed, "question"), one_more)
         proposal = _readable(call, lambda reply: prompts.read_question(reply, answer_type))
         if isinstance(proposal, Proposal) and (reason := rejection_reason(proposal, document, is_grounded_only)):
             proposal = Rejection(reason)
@@ -135,13 +158,18 @@ async def _reject_unparseable(setting: Setting, attempt: Attempt) -> Attempt:
 
 
 async def answer(
-    setting: Setting, proposals: Sequence[Proposal], seeds: Sequence[int], sampling: Sampling
+    setting: Setting,
+    proposals: Sequence[Proposal],
+    seeds: Sequence[int],
+    sampling: Sampling,
+    on_count: OnCount = lambda done, total: None,
 ) -> list[Answer]:
     """One answer for each proposal and seed, in order. The prompt is made from the question alone."""
     prompts = setting.prompts
+    one_more = _count_up(on_count, len(proposals))
     calls = await asyncio.gather(
         *(
-            _call(setting, prompts.reasoner_messages(proposal.question), sampling, seed)
+            _call(setting, prompts.reasoner_messages(proposal.question), sampling, seed, one_more)
             for proposal, seed in zip(proposals, seeds, strict=True)
         )
     )

@@ -128,7 +128,7 @@ def plain(played: Played):
         for segment in trajectory.segments
     ]
     groups = [
-        (group.group_id, group.role, [(t.role, t.reward, t.status, t.reward_parts, t.text) for t in group.trajectories])
+        (group.group_id, group.role, [(t.role, t.reward, t.status, t.text) for t in group.trajectories])
         for group in played.groups
     ]
     return groups, segments, played.tasks, played.episodes, played.metrics

@@ -13,7 +13,7 @@ from jaxsp.rollout.collect import attempt_until_valid, play_spice
 from jaxsp.rollout.prompts import PROMPTS, Proposal
 from jaxsp.rollout.rewards import gaussian_variance
 from jaxsp.trajectory import Task
-from tests.rollout.spice_game import INVALID, Cups, Game, by_role, play, play_in, rewards_of, rules_of
+from tests.rollout.spice_game import ASKS_TYPE, INVALID, Cups, Game, by_role, play, play_in, rewards_of, rules_of
 from tests.tiny import ByteRenderer, ScriptedGenerate, make_setting
 
 # --- rewards and groups
@@ -44,7 +44,6 @@ def test_a_whole_step_gives_groups_tasks_episodes_and_metrics():
     trivial = gaussian_variance(1.0, 0.01)
     assert rewards_of(played, "challenger") == [[trivial, -0.1, -0.1, half], [-0.1] * 4]
     assert [t.status for t in played.groups[0].trajectories] == ["ok", "invalid", "invalid", "ok"]
-    assert [t.reward_parts for t in played.groups[0].trajectories] == [{"solve_rate": 1.0}, {}, {}, {"solve_rate": 0.5}]
     assert played.groups[0].trajectories[0].text == f"number\n{one.reply}"
 
     common = {"role": "challenger", "step": 3, "policy_version": 17, "answer_type": "integer"}
@@ -62,7 +61,7 @@ def test_a_whole_step_gives_groups_tasks_episodes_and_metrics():
         Task(task_id="3/task1", source="id-0", **invalid),
         Task(task_id="3/task2", source="id-0", **invalid),
         Task(task_id="3/task3", solve_rate=0.5, **valid),
-        *(Task(task_id=f"3/task{place}", source="id-1", **invalid) for place in range(4, 8)),
+        *(Task(task_id=f"3/task{place}", source="id-1", **invalid) for place in range(4, 12)),
     )
 
     metrics = played.metrics
@@ -78,8 +77,8 @@ def test_a_whole_step_gives_groups_tasks_episodes_and_metrics():
     assert metrics["reasoner/tokens_mean"] == len("3 + 4 = \\boxed{7}.")  # the end of the reply counts
     num_tokens = 12 * len("number.") + 2 * len(one.reply + ".") + 10 * len(INVALID + ".")
     assert metrics["challenger/tokens_mean"] == pytest.approx(num_tokens / 12)
-    assert metrics["reasoner/no_answer_frac"] == metrics["verifier/timeout_frac"] == 0
-    assert metrics["episode/truncated_frac"] == 0
+    assert metrics["reasoner/no_answer_frac"] == metrics["reasoner/timeout_frac"] == 0
+    assert metrics["reasoner/truncated_frac"] == metrics["challenger/truncated_frac"] == 0
 
 
 def test_episodes_hold_a_row_for_each_trajectory_with_texts_counts_rewards_and_reasons():
@@ -98,11 +97,14 @@ def test_episodes_hold_a_row_for_each_trajectory_with_texts_counts_rewards_and_r
         "num_prompt_tokens": len(type_prompt) + len(question_prompt),
         "num_sampled_tokens": len("number") + len(cups.reply) + 2,
         "finish_reason": "stop",
+        "is_kept": True,
         "reward": gaussian_variance(0.25, 0.01),
         "reason": "ok",
         "solve_rate": 0.25,
+        "answers_of": "3/task0",
     }
     assert (rejected["reason"], rejected["reward"], rejected["solve_rate"]) == ("not_in_format", -0.1, None)
+    assert rejected["is_kept"] and rejected["answers_of"] is None
     assert len(reasoners) == 4
     assert reasoners[0] == {
         "role": "reasoner",
@@ -129,14 +131,38 @@ def test_without_any_valid_task_the_whole_group_is_invalid_and_the_reasoner_has_
     assert {t.status for t in played.groups[0].trajectories} == {"invalid"}
     assert not any(task.is_valid for task in played.tasks)
     assert played.metrics["challenger/valid_frac"] == 0 and played.metrics["challenger/attempts_mean"] == 9
-    assert played.metrics["reasoner/accuracy_frac"] == 0
-    assert all(math.isfinite(value) for value in played.metrics.values())
+    no_value = {name for name, value in played.metrics.items() if math.isnan(value)}
+    assert no_value == {"challenger/distinct_frac", *(name for name in played.metrics if name.startswith("reasoner/"))}
 
 
 def test_a_step_without_documents_plays_nothing():
     played = play(Game({}), [])
     assert (played.groups, played.tasks, played.episodes) == ((), (), [])
-    assert all(math.isfinite(value) for value in played.metrics.values())
+    assert all(math.isnan(value) for value in played.metrics.values())
+
+
+def test_attempts_that_are_not_kept_are_recorded_but_neither_answered_nor_paid():
+    cups = Cups(3, 4)
+    game = Game({cups.document: [INVALID] * 4 + [cups.reply, INVALID, cups.reply, INVALID]}, {cups.question: 2})
+    generate = ScriptedGenerate(game)
+    played = play_in(make_setting(generate), [cups.document], max_attempts=8)
+    (group,) = by_role(played, "challenger")
+    assert len(group.trajectories) == 4 and len(played.tasks) == 8
+    proposed = [row for row in played.episodes if row["role"] == "challenger"]
+    assert [row["task_id"] for row in proposed] == [task.task_id for task in played.tasks]
+    assert [row["reason"] for row in proposed] == [task.reason for task in played.tasks]
+    # A quarter was valid, so one of four is kept.
+    assert Counter(row["reason"] for row in proposed if row["is_kept"]) == {"ok": 1, "not_in_format": 3}
+    for row, task in zip(proposed, played.tasks, strict=True):
+        is_answered = row["is_kept"] and task.is_valid
+        assert task.solve_rate == row["solve_rate"] == (0.5 if is_answered else None)
+        assert row["answers_of"] == (task.task_id if is_answered else None)
+        paid = gaussian_variance(0.5, 0.01) if is_answered else -0.1
+        assert row["reward"] == (paid if row["is_kept"] else None)
+    assert sum(request.max_tokens == 100 for request in generate.requests) == 4
+    assert sum(row["role"] == "reasoner" for row in played.episodes) == 4
+    assert played.metrics["challenger/valid_frac"] == 2 / 8
+    assert played.metrics["challenger/reward_mean"] == pytest.approx((gaussian_variance(0.5, 0.01) - 0.3) / 4)
 
 
 def test_shares_of_valid_and_of_each_rejection_add_up_to_one():
@@ -181,12 +207,10 @@ def test_progress_is_told_for_every_round_and_role():
             on_progress=lambda *progress: told.append(progress),
         )
     )
-    num_valid = 2 if told[-1][2] == 8 else 1
-    assert told == [
-        *[("challenger", 0, 4), ("challenger", 4, 4)] * 2,
-        ("reasoner", 0, 4 * num_valid),
-        ("reasoner", 4 * num_valid, 4 * num_valid),
-    ]
+    # Two rounds of four attempts with two calls each. Three of the eight are valid, so two of the four that are kept
+    # (4 * 3 / 8, rounded to even), with four answers each.
+    expected = [("challenger", done, 8) for _ in range(2) for done in range(9)]
+    assert told == expected + [("reasoner", done, 8) for done in range(9)]
 
 
 def test_a_group_of_one_is_refused():
@@ -261,7 +285,17 @@ def test_more_tasks_per_document_are_as_many_as_there_are_different_questions():
     assert sorted(trained_questions(0, tasks_per_document=9)) == sorted(c.question for c in cups)
 
 
-def test_shared_answers_are_sampled_once_for_a_question_and_its_answer():
+def test_no_question_trains_twice_in_a_step_though_several_documents_ask_it():
+    one, two = Cups(3, 4), Cups(5, 6)
+    attempts = {"First shelf.": [one.reply], "Second shelf.": [one.reply], "Third shelf.": [one.reply, two.reply]}
+    for shares in (False, True):
+        played = play(Game(attempts), list(attempts), shares_answers=shares, tasks_per_document=2)
+        texts = {task.task_id: task.text for task in played.tasks}
+        assert [texts[task_id] for task_id in played.trained_task_ids] == [one.question, two.question]
+        assert [group.group_id for group in by_role(played, "reasoner")] == list(played.trained_task_ids)
+
+
+def test_shared_answers_are_sampled_recorded_and_counted_once_for_equal_proposals():
     cups = Cups(3, 4)
     wrong = f"Question: {cups.question}\nAnswer: 8"
     attempts = {"First shelf.": [cups.reply, cups.reply, wrong, INVALID], "Second shelf.": [cups.reply]}
@@ -273,4 +307,25 @@ def test_shared_answers_are_sampled_once_for_a_question_and_its_answer():
     assert num_answers == {False: 7 * 4, True: 2 * 4}
     # The first set of four answers is right for the answer 7, and the second, all zeros, is wrong for the answer 8.
     assert [task.solve_rate for task in played[True].tasks] == [1, 1, 0, None, 1, 1, 1, 1]
-    assert len(by_role(played[True], "reasoner")) == 2  # one for each document
+    for shares in (False, True):
+        rows = [row for row in played[shares].episodes if row["role"] == "reasoner"]
+        assert len(rows) == num_answers[shares]
+        assert played[shares].metrics["reasoner/accuracy_frac"] == 4 / num_answers[shares]
+        assert sum(row["is_trained"] for row in rows) == 4
+    proposed = [row for row in played[True].episodes if row["role"] == "challenger"]
+    first = ["3/task0", "3/task0", "3/task2", None]
+    assert [row["answers_of"] for row in proposed] == [*first, *["3/task0"] * 4]
+
+
+def test_the_same_words_asked_for_as_another_type_are_another_task():
+    document, question = "One shelf.", "What is 3 cups and 4 cups?"
+
+    def script(prompt: str, seed: int) -> str:
+        if ASKS_TYPE in prompt:
+            return "number" if seed % 2 else "word"
+        return f"Question: {question}\nAnswer: 7" if document in prompt else "\\boxed{7.0}"
+
+    played = play(script, [document], shares_answers=True, max_attempts=8, group_size=8, attempts_per_round=8)
+    assert {task.answer_type for task in played.tasks} == {"integer", "string"}
+    # 7.0 is the number 7, but not the text.
+    assert {(task.answer_type, task.solve_rate) for task in played.tasks} == {("integer", 1), ("string", 0)}

@@ -85,17 +85,17 @@ def test_truncated_challengers_and_reasoners_are_counted_as_such():
     assert {task.reason for task in cut.tasks} == {"truncated"} and not by_role(cut, "reasoner")
     assert {t.status for t in cut.groups[0].trajectories} == {"truncated"}
     assert rewards_of(cut, "challenger") == [[-0.1] * 4]
-    assert cut.metrics["challenger/rejected_truncated_frac"] == 1
+    assert cut.metrics["challenger/rejected_truncated_frac"] == cut.metrics["challenger/truncated_frac"] == 1
     for trajectory in cut.groups[0].trajectories:
         assert trajectory.segments[1].turns[1].finish_reason == "length"
 
     cut = play_in(setting, [cups.document], reasoner=Sampling(len(cups.solution) - 1, 1.0))  # no closing brace
     (group,) = by_role(cut, "reasoner")
     assert group.rewards.tolist() == [0.0] * 4 and {t.status for t in group.trajectories} == {"truncated"}
-    assert cut.metrics["episode/truncated_frac"] == 1 and cut.metrics["reasoner/no_answer_frac"] == 1
+    assert cut.metrics["reasoner/truncated_frac"] == 1 and cut.metrics["reasoner/no_answer_frac"] == 1
 
 
-def test_verdicts_that_time_out_are_counted_and_not_taken_for_wrong_answers():
+def test_a_verdict_that_times_out_pays_nothing_and_is_told_from_a_wrong_answer():
     cups, calls = Cups(3, 4), Counter()
 
     async def check(proposal, reply):
@@ -108,7 +108,7 @@ def test_verdicts_that_time_out_are_counted_and_not_taken_for_wrong_answers():
     (group,) = by_role(played, "reasoner")
     assert [t.status for t in group.trajectories] == ["ok", "timeout", "ok", "ok"]
     assert group.rewards.tolist() == [1.0, 0.0, 1.0, 1.0]
-    assert played.metrics["verifier/timeout_frac"] == 0.25
+    assert played.metrics["reasoner/timeout_frac"] == 0.25
     assert [row["reason"] for row in played.episodes if row["role"] == "reasoner"] == ["ok", "timeout", "ok", "ok"]
 
 

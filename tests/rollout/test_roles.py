@@ -169,9 +169,26 @@ def test_every_type_call_ends_before_the_first_question_call_starts():
     assert ended == [True] * 10 + [False] * 10
 
 
+def test_every_call_is_counted_when_it_is_done():
+    told = []
+
+    def count(done: int, total: int) -> None:
+        told.append((done, total))
+
+    def types(prompt: str, seed: int) -> str:
+        return ("maybe" if "second" in prompt else "number") if ASKS_TYPE in prompt else GOOD
+
+    setting = make_setting(ScriptedGenerate(types))
+    asyncio.run(propose(setting, ["first", "second", "third"], [1, 2, 3], LONG, False, count))
+    assert told == [(done, 6) for done in range(7)]  # a question that is never asked for is done too
+    told.clear()
+    asyncio.run(answer(setting, [Proposal(QUESTION, "7", "integer")] * 3, [1, 2, 3], LONG, count))
+    assert told == [(done, 3) for done in range(4)]
+
+
 def test_nothing_that_makes_a_reasoner_prompt_can_hold_a_document():
     # The only way in is the proposal, and a proposal holds what the challenger wrote.
-    assert list(inspect.signature(answer).parameters) == ["setting", "proposals", "seeds", "sampling"]
+    assert list(inspect.signature(answer).parameters) == ["setting", "proposals", "seeds", "sampling", "on_count"]
     assert {field.name for field in dataclasses.fields(Proposal)} == {"question", "answer", "answer_type"}
     assert not any("document" in field.name for field in dataclasses.fields(Setting))
     for prompts in PROMPTS.values():
