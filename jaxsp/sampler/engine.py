@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -25,19 +24,15 @@ from jax.sharding import Mesh
 from jaxsp.config import UserError
 from jaxsp.model.decoder import Params
 from jaxsp.model.sizes import DecoderSizes
+from jaxsp.sampler.prefill import Prefill
 from jaxsp.sampler.programs import Cache, Programs, make_programs
 from jaxsp.sampler.scheduler import (
-    PREFIX_STEP,
-    SHORTEST_PREFIX,
     Counts,
-    PrefillCall,
     bucket,
     check_request,
-    common_length,
     context_buckets,
     find_ending,
     make_slots,
-    plan_prefill,
     row_buckets,
 )
 from jaxsp.sampler.weight_sync import sampler_shardings, to_sampler_layout
@@ -56,20 +51,6 @@ class _Sample:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     is_ended: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class _Prefix:
-    """Tokens and their cache, of one row and of just their length."""
-
-    tokens: tuple[int, ...]
-    cache: Cache
-
-    def begins(self, prompt: tuple[int, ...]) -> bool:
-        return len(prompt) > len(self.tokens) and prompt[: len(self.tokens)] == self.tokens
-
-
-_NO_PREFIX = _Prefix((), [])
 
 
 class Engine:
@@ -93,16 +74,22 @@ class Engine:
     ):
         self._sizes, self._programs = sizes, programs
         self._num_slots, self._max_context = num_slots, max_context
-        self._decode_chunk, self._prefill_tokens = decode_chunk, prefill_tokens
+        self._decode_chunk = decode_chunk
         self._compute_dtype, self._decode_text = compute_dtype, decode_text
         self._param_shardings = param_shardings
         self._row_buckets, self._context_buckets = row_buckets(num_slots), context_buckets(max_context)
+        self._prefill = Prefill(
+            programs,
+            embed_dim=sizes.embed_dim,
+            compute_dtype=compute_dtype,
+            max_context=max_context,
+            prefill_tokens=prefill_tokens,
+        )
         self._params: Params | None = None
         self._policy_version = -1
         self._waiting: deque[_Sample] = deque()
         self._rows: list[_Sample] = []
         self._cache: Cache = []
-        self._prefix = _NO_PREFIX
         self._task: asyncio.Task[None] | None = None
         self._counts = Counts()
 
@@ -119,7 +106,8 @@ class Engine:
         num_in_flight = sum(not sample.is_ended for sample in (*self._rows, *self._waiting))
         if num_in_flight:
             raise ValueError(f"load was called with {num_in_flight} requests in flight; await them first")
-        self._cache, self._rows, self._prefix = [], [], _NO_PREFIX
+        self._cache, self._rows = [], []
+        self._prefill.forget()
         self._params = to_sampler_layout(params, self._compute_dtype, self._param_shardings)
         self._policy_version = policy_version
 
@@ -175,7 +163,8 @@ class Engine:
                 else:
                     sample.future.cancel()
             self._waiting.clear()
-            self._rows, self._cache, self._prefix = [], [], _NO_PREFIX
+            self._rows, self._cache = [], []
+            self._prefill.forget()
 
     def _drop_ended(self) -> None:
         """Forgets waiting requests whose caller has gone; rows are left out at the next gathering."""
@@ -190,7 +179,7 @@ class Engine:
         admitted = [self._waiting.popleft() for _ in range(num_admitted)]
         rows = self._place(admitted)
         if admitted:
-            self._prefill(rows)
+            self._begin(rows)
         self._counts.prefill_s += time.perf_counter() - started
 
         if any(not sample.is_ended for sample in self._rows):
@@ -200,7 +189,7 @@ class Engine:
         if not self._waiting and all(sample.is_ended for sample in self._rows):
             # Not in `_serve` alone, which goes on if the next requests come at once: what they meet must not depend on
             # whether others came before, or a run that is resumed between the two would end with other bits.
-            self._prefix = _NO_PREFIX
+            self._prefill.forget()
 
     def _place(self, admitted: Sequence[_Sample]) -> list[int]:
         """Rows for the admitted samples, in a cache with place for everybody's next chunk.
@@ -242,30 +231,26 @@ class Engine:
         num_left = sample.request.max_tokens - len(sample.tokens)
         return len(sample.request.tokens) + len(sample.tokens) + min(num_left, self._decode_chunk)
 
-    def _prefill(self, rows: Sequence[int]) -> None:
+    def _begin(self, rows: Sequence[int]) -> None:
         """Computes the distinct prompts of `rows`, copies their cache to each row, and samples first tokens."""
         assert self._params is not None
         rows_of: dict[tuple[int, ...], list[int]] = {}
         for row in rows:
             rows_of.setdefault(self._rows[row].request.tokens, []).append(row)
-        prompts = list(rows_of)
+        targets = list(rows_of.values())
+        num_computed_before = self._counts.prefill_tokens
+        computed = []
+        for call in self._prefill.run(self._params, list(rows_of), self._counts):
+            self._copy_rows(call.cache, [targets[index] for index in call.prompts])
+            computed.append((call.prompts, call.hidden))
         num_rows, _ = self._cache_shape
         row_hidden = np.zeros((num_rows, self._sizes.embed_dim), self._compute_dtype)
-        computed: list[tuple[PrefillCall, jax.Array]] = []
-        prefix = self._shared_prefix(prompts)
-        num_shared = len(prefix.tokens)
-        for call in plan_prefill([len(prompt) - num_shared for prompt in prompts], self._prefill_tokens):
-            call_prompts = [prompts[index] for index in call.prompts]
-            fresh, hidden = self._run_prefill(call, call_prompts, prefix)
-            self._copy_rows(fresh, [rows_of[prompt] for prompt in call_prompts])
-            computed.append((call, hidden))
-        for call, hidden in computed:  # read back once all calls are under way
+        for prompts, hidden in computed:  # read back once all calls are under way
             call_hidden = np.asarray(hidden)
-            for position, index in enumerate(call.prompts):
-                row_hidden[rows_of[prompts[index]]] = call_hidden[position]
-        num_computed = sum(len(prompt) - num_shared for prompt in prompts)
-        num_prompt_tokens = sum(len(prompt) * len(rows) for prompt, rows in rows_of.items())
-        self._counts.prefill_tokens += num_computed
+            for position, index in enumerate(prompts):
+                row_hidden[targets[index]] = call_hidden[position]
+        num_prompt_tokens = sum(len(self._rows[row].request.tokens) for row in rows)
+        num_computed = self._counts.prefill_tokens - num_computed_before
         self._counts.shared_prompt_tokens += num_prompt_tokens - num_computed
 
         slots = make_slots(num_rows, ((sample.request, sample.tokens) for sample in self._rows))
@@ -273,55 +258,6 @@ class Engine:
         tokens, logprobs = np.asarray(tokens), np.asarray(logprobs)
         for row in rows:
             self._extend(self._rows[row], tokens[row : row + 1], logprobs[row : row + 1])
-
-    def _shared_prefix(self, prompts: Sequence[tuple[int, ...]]) -> _Prefix:
-        """A prefix of all prompts, shorter than each, that stands in the cache: the last one if it still fits.
-
-        Its length is a multiple of `PREFIX_STEP`, so that few shapes are met.
-        """
-        if self._prefix.tokens and all(self._prefix.begins(prompt) for prompt in prompts):
-            return self._prefix
-        length = min(common_length(prompts), self._prefill_tokens) // PREFIX_STEP * PREFIX_STEP
-        if len(prompts) < 2 or length < SHORTEST_PREFIX:
-            return _NO_PREFIX
-        tokens = prompts[0][:length]
-        hidden: Any = np.zeros((1, self._sizes.embed_dim), self._compute_dtype)
-        cache, _ = self._programs.prefill(
-            self._params, self._programs.new_cache(1, length), np.array([tokens], np.int32), np.int32(0),
-            np.full(1, length - 1, np.int32), hidden,
-        )  # fmt: skip
-        self._counts.prefill_tokens += length
-        self._prefix = _Prefix(tokens, cache)
-        return self._prefix
-
-    def _run_prefill(
-        self, call: PrefillCall, prompts: Sequence[tuple[int, ...]], prefix: _Prefix
-    ) -> tuple[Cache, jax.Array]:
-        """The prompts' cache, and the hidden states `[P, D]` of their last tokens. `prefix` is not computed again."""
-        num_shared = len(prefix.tokens)
-        tokens = np.zeros((call.num_rows, call.capacity), np.int32)
-        last_index = np.zeros(call.num_rows, np.int32)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt) - num_shared] = prompt[num_shared:]
-            last_index[row] = len(prompt) - 1
-        capacity = num_shared + call.capacity
-        if len(call.chunks) > 1:  # such a prompt is rare: a coarse table of shapes keeps compilations few
-            capacity = bucket(capacity, (*self._context_buckets, self._max_context + self._prefill_tokens))
-        if prefix.tokens:
-            index = np.zeros(call.num_rows, np.int32)
-            cache: Cache = [
-                (self._programs.gather_rows(keys, index, capacity), self._programs.gather_rows(values, index, capacity))
-                for keys, values in prefix.cache
-            ]
-        else:
-            cache = self._programs.new_cache(call.num_rows, capacity)
-        hidden: Any = np.zeros((call.num_rows, self._sizes.embed_dim), self._compute_dtype)
-        for start, length in call.chunks:
-            chunk = tokens[:, start : start + length]
-            place = np.int32(num_shared + start)
-            cache, hidden = self._programs.prefill(self._params, cache, chunk, place, last_index, hidden)
-        self._counts.padding_tokens += tokens.size - sum(len(prompt) - num_shared for prompt in prompts)
-        return cache, hidden
 
     def _copy_rows(self, fresh: Cache, targets: Sequence[Sequence[int]]) -> None:
         """Copies row i of `fresh` to the rows `targets[i]` of the cache."""

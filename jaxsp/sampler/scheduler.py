@@ -15,8 +15,9 @@ from jaxsp.trajectory import FinishReason, GenerateRequest
 STOP_IDS_PER_SLOT = 8
 """Stop ids that the device looks at. More than these end a sample too, but only when the chunk reaches the host."""
 
-SMALLEST_CONTEXT = 64
-SMALLEST_PROMPT = 32
+SMALLEST_CONTEXT = 256
+"""Fewer positions cost nearly as much to read, and every context has programs of its own to compile."""
+SMALLEST_PROMPT = 48
 PREFIX_STEP = 16
 SHORTEST_PREFIX = 32
 
@@ -108,12 +109,19 @@ def context_buckets(max_context: int) -> tuple[int, ...]:
     return (*_powers(SMALLEST_CONTEXT, 2, max_context), max_context)
 
 
-def prompt_buckets(prefill_tokens: int) -> tuple[int, ...]:
-    """Lengths of a prefill call: `SMALLEST_PROMPT` times powers of 2 and 1.5 times these, up to `prefill_tokens`.
+def prefill_contexts(max_context: int) -> tuple[int, ...]:
+    """Positions of the cache that a prefill call fills: the context buckets, and one for a call whose padding goes
+    beyond them; padding is shorter than a prompt of `SMALLEST_PROMPT` tokens or than half of what it pads."""
+    return (*context_buckets(max_context), 2 * max(max_context, SMALLEST_PROMPT))
 
-    Prefill is bound by arithmetic, so padding costs what it adds: at most a third here.
+
+def prompt_buckets(prefill_tokens: int) -> tuple[int, ...]:
+    """Lengths of a prefill call: `SMALLEST_PROMPT` times powers of 2 and 4/3 times these, up to `prefill_tokens`.
+
+    Prefill is bound by arithmetic, so padding costs what it adds: at most a third of the call here, from
+    `SMALLEST_PROMPT` tokens upwards.
     """
-    steps = {*_powers(SMALLEST_PROMPT, 2, prefill_tokens), *_powers(SMALLEST_PROMPT * 3 // 2, 2, prefill_tokens)}
+    steps = {*_powers(SMALLEST_PROMPT, 2, prefill_tokens), *_powers(SMALLEST_PROMPT * 4 // 3, 2, prefill_tokens)}
     return (*sorted(steps), prefill_tokens)
 
 
@@ -164,8 +172,8 @@ class PrefillCall:
 def plan_prefill(lengths: Sequence[int], prefill_tokens: int) -> list[PrefillCall]:
     """Calls that cover prompts of these lengths, shapes from small tables, at most `prefill_tokens` a device call.
 
-    Prompts of one length bucket go together, 4^i at a time (a call may be padded with up to a quarter of its rows);
-    a prompt longer than `prefill_tokens` goes alone, in several device calls.
+    Prompts of one length bucket go together, 1, 4 or 16 at a time (a call may be padded with up to a quarter of its
+    rows); a prompt longer than `prefill_tokens` goes alone, in several device calls.
     """
     buckets = prompt_buckets(prefill_tokens)
     calls: list[PrefillCall] = []
@@ -181,7 +189,7 @@ def plan_prefill(lengths: Sequence[int], prefill_tokens: int) -> list[PrefillCal
         while indices:
             num_rows = max(
                 rows
-                for rows in (*_powers(1, 4, prefill_tokens + 1),)
+                for rows in (1, 4, 16)
                 if rows == 1 or (rows * size <= prefill_tokens and len(indices) >= 3 * rows // 4)
             )
             calls.append(PrefillCall(tuple(indices[:num_rows]), num_rows, ((0, size),)))
@@ -228,7 +236,8 @@ class Counts:
     requests: int = 0
     prefill_tokens: int = 0
     shared_prompt_tokens: int = 0
-    """Prompt tokens that were not computed, because another row of the wave had the same prompt."""
+    """Prompt tokens that were not computed, because another prompt began with the same ones; with `prefill_tokens`
+    they make all prompt tokens."""
     padding_tokens: int = 0
     sampled_tokens: int = 0
     decode_steps: int = 0

@@ -99,7 +99,10 @@ def test_a_prefix_that_all_prompts_share_is_computed_once_also_for_later_waves()
         chosen = logprobs[np.arange(len(completion.tokens)), list(completion.tokens)]
         np.testing.assert_allclose(completion.behaviour_logprobs, chosen, atol=1e-5)
     # 32 of the 37 tokens, a multiple of 16, are computed once, and each prompt from there on.
-    assert engine.stats()["sampler/num_prefill_tokens"] == 32 + sum(len(request.tokens) - 32 for request in requests)
+    stats = engine.stats()
+    assert stats["sampler/num_prefill_tokens"] == 32 + sum(len(request.tokens) - 32 for request in requests)
+    num_prompt_tokens = sum(len(request.tokens) for request in requests)
+    assert stats["sampler/num_shared_prompt_tokens"] == num_prompt_tokens - stats["sampler/num_prefill_tokens"]
     alone = [generate_all(engine, [request])[0] for request in requests]
     assert_same_samples(alone, generate_all(tiny_engine(params, num_slots=2), requests))
 
@@ -118,6 +121,21 @@ def test_no_setting_compiles_anything_anew():
         others = [dataclasses.replace(request, max_tokens=6 + (r + i) % 6) for r, request in enumerate(base)]
         generate_all(engine, others)
         engine.load(tiny_params(i + 1), i)
+    assert engine.num_compilations == warm
+
+
+def test_shared_prefixes_of_any_length_meet_few_shapes():
+    engine = tiny_engine(max_context=512)
+
+    def wave(header: int) -> None:
+        rests = (prompt(10 + i, 3 + i) for i in range(4))
+        generate_all(engine, [GenerateRequest((*prompt(header, header), *rest), header, 3) for rest in rests])
+
+    for header in (40, 70, 100, 120):  # one for each bucket of prompts
+        wave(header)
+    warm = engine.num_compilations
+    for header in range(32, 129, 8):
+        wave(header)
     assert engine.num_compilations == warm
 
 
@@ -164,6 +182,16 @@ def test_the_whole_context_can_be_used():
     engine = tiny_engine(max_context=40)
     completion = generate_all(engine, [GenerateRequest(prompt(0, 30), 0, 10)])[0]
     assert len(completion.tokens) == 10
+
+
+def test_the_cache_grows_under_running_rows():
+    params = tiny_params()
+    engine = tiny_engine(params, max_context=300)
+    requests = [GenerateRequest(prompt(0, 245), 0, 20), *(GenerateRequest(prompt(i, 5), i, 25) for i in (1, 2))]
+    for request, completion in zip(requests, generate_all(engine, requests), strict=True):
+        chosen = reference_logprobs(params, request, completion.tokens)
+        chosen = chosen[np.arange(request.max_tokens), list(completion.tokens)]
+        np.testing.assert_allclose(completion.behaviour_logprobs, chosen, atol=1e-5)
 
 
 def test_more_requests_than_slots_all_finish_and_later_ones_join_a_running_batch():

@@ -5,6 +5,7 @@ from tiny_sampler import text_of
 
 from jaxsp.config import UserError
 from jaxsp.sampler.scheduler import (
+    SMALLEST_PROMPT,
     STOP_IDS_PER_SLOT,
     bucket,
     check_request,
@@ -12,6 +13,7 @@ from jaxsp.sampler.scheduler import (
     find_ending,
     make_slots,
     plan_prefill,
+    prefill_contexts,
     prompt_buckets,
     row_buckets,
 )
@@ -23,12 +25,20 @@ def test_buckets_ascend_and_end_at_the_limit():
     assert row_buckets(32) == (1, 4, 16, 32)
     assert row_buckets(64) == (1, 4, 16, 64)
     assert context_buckets(40) == (40,)
-    assert context_buckets(300) == (64, 128, 256, 300)
+    assert context_buckets(300) == (256, 300)
+    assert context_buckets(1024) == (256, 512, 1024)
     assert prompt_buckets(8) == (8,)
-    assert prompt_buckets(256) == (32, 48, 64, 96, 128, 192, 256)
+    assert prompt_buckets(256) == (48, 64, 96, 128, 192, 256)
     assert bucket(65, (64, 128)) == 128
     with pytest.raises(ValueError, match="129"):
         bucket(129, (64, 128))
+
+
+@given(st.data(), st.integers(2, 700), st.sampled_from([1, 8, 50, 128, 1000]))
+def test_every_prefill_call_of_a_prompt_that_fits_has_a_context(data, max_context, prefill_tokens):
+    num_shared = data.draw(st.integers(0, max_context - 2))
+    (call,) = plan_prefill([data.draw(st.integers(1, max_context - 1 - num_shared))], prefill_tokens)
+    assert bucket(num_shared + call.capacity, prefill_contexts(max_context)) <= 2 * max(max_context, SMALLEST_PROMPT)
 
 
 @given(st.lists(st.integers(1, 400), max_size=70), st.sampled_from([8, 50, 128, 1000]))

@@ -77,10 +77,11 @@ def assert_same_samples(found: Sequence[Completion], expected: Sequence[Completi
 def reference_logprobs(params: Params, request: GenerateRequest, tokens: Sequence[int]) -> np.ndarray:
     """`[num sampled, V]`: the distribution each of `tokens` was drawn from, by one forward pass without a cache."""
     whole = (*request.tokens, *tokens)
-    padded = np.zeros((1, 128), np.int32)
+    length = 128 if len(whole) <= 128 else 384
+    padded = np.zeros((1, length), np.int32)
     padded[0, : len(whole)] = whole
     options = (request.temperature, request.top_k, request.top_p, request.min_p)
-    logprobs = _all_logprobs(params, padded, *(np.full(128, value) for value in options))
+    logprobs = _all_logprobs(params, padded, *(np.full(length, value) for value in options))
     return np.asarray(logprobs)[len(request.tokens) - 1 : len(whole) - 1]
 
 
