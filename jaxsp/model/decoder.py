@@ -153,13 +153,6 @@ def logical_axes(sizes: DecoderSizes) -> Params:
     return jax.tree_util.tree_map_with_path(names, abstract_params(sizes))
 
 
-def unstack_layers(params: Params) -> Params:
-    """The same parameters with `layers` as a list, for unrolled decoding."""
-    num_layers = jax.tree.leaves(params["layers"])[0].shape[0]
-    layers = [jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(num_layers)]
-    return {**params, "layers": layers}
-
-
 def hidden_states(
     sizes: DecoderSizes,
     params: Params,

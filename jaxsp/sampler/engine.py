@@ -98,9 +98,10 @@ class Engine:
         """Programs compiled so far in this process for this decoder; constant once every shape has been met."""
         return self._programs.num_compilations
 
-    def load(self, params: Params, policy_version: int) -> None:
+    def load(self, params: Params, policy_version: int, *, consumes: bool = False) -> None:
         """Samples from `params` (stacked layout, any sharding) from here on; completions carry `policy_version`.
 
+        `consumes` deletes the arrays of `params` as they are converted, so that there are never two copies.
         Raises ValueError while requests are in flight: no sample and no cached key may mix two policies.
         """
         num_in_flight = sum(not sample.is_ended for sample in (*self._rows, *self._waiting))
@@ -108,7 +109,8 @@ class Engine:
             raise ValueError(f"load was called with {num_in_flight} requests in flight; await them first")
         self._cache, self._rows = [], []
         self._prefill.forget()
-        self._params = to_sampler_layout(params, self._compute_dtype, self._param_shardings)
+        self._params = None  # before there are new ones
+        self._params = to_sampler_layout(params, self._compute_dtype, self._param_shardings, consumes=consumes)
         self._policy_version = policy_version
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -118,7 +120,12 @@ class Engine:
         """
         if self._params is None:
             raise ValueError("generate was called before load")
-        check_request(request, max_context=self._max_context, vocab_size=self._sizes.vocab_size)
+        check_request(
+            request,
+            max_context=self._max_context,
+            max_positions=self._sizes.max_positions,
+            vocab_size=self._sizes.vocab_size,
+        )
         loop = asyncio.get_running_loop()
         if self._task is None or self._task.done() or self._task.get_loop().is_closed():
             self._task = loop.create_task(self._serve())
@@ -298,7 +305,15 @@ class Engine:
         return max((size for size in self._row_buckets if size < min(num_rows, num_active)), default=0)
 
     def _extend(self, sample: _Sample, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """Adds sampled tokens to a sample, and completes it if they end it."""
+        """Adds sampled tokens to a sample, and completes it if they end it.
+
+        Raises `UserError` if a log-probability is not finite, which those of tokens drawn from finite logits are.
+        """
+        if not np.isfinite(logprobs).all():
+            raise UserError(
+                "the model gives numbers that are not finite, so nothing can be sampled from it; its weights are "
+                "damaged, or need model.compute_dtype=float32 (--dtype float32) or a lower learning rate"
+            )
         num_checked = len(sample.tokens)
         sample.tokens += tokens.tolist()
         sample.logprobs += logprobs.tolist()

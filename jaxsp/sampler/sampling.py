@@ -21,56 +21,13 @@ def process_logits(
     top_p: Float[Array, " B"],
     min_p: Float[Array, " B"],
 ) -> Float[Array, "B V"]:
-    """float32 log-probabilities of the distribution sampled from: renormalised, -inf outside the kept set.
+    """float32 scores whose softmax is the distribution sampled from: the largest is 0, -inf outside the kept set.
 
     top_k 0, top_p 1 and min_p 0 keep everything. top-k keeps the k most probable tokens; top-p the smallest set of the
     most probable ones whose mass reaches p (Holtzman et al. 2020, arXiv 1904.09751); min-p those with at least min_p
     times the largest probability (Nguyen et al. 2024, arXiv 2407.01082). Among equals the lower id goes first.
-    A row with temperature 0 is greedy, and its log-probabilities are those of the untempered, untruncated distribution.
+    A row with temperature 0 is greedy, and its scores are those of the untempered, untruncated distribution.
     """
-    return jax.nn.log_softmax(_scores(logits, temperature, top_k, top_p, min_p), axis=-1)
-
-
-def sample_tokens(
-    logits: Float[Array, "B V"],
-    seeds: UInt32[Array, "B 2"],
-    token_index: Int[Array, " B"],
-    temperature: Float[Array, " B"],
-    top_k: Int[Array, " B"],
-    top_p: Float[Array, " B"],
-    min_p: Float[Array, " B"],
-) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """One int32 token per row of `process_logits`, and its log-probability there.
-
-    `seeds` holds 64-bit seeds as (high, low) words. A row's randomness is a function of its seed and of `token_index`
-    (how many tokens it has sampled before), never of the other rows.
-
-    The draw is the Gumbel-max trick in two exact stages, first a block of the vocabulary, by its total probability,
-    then a token of the block: V / C + C random numbers instead of V, which on a CPU would cost a fifth of the step.
-    """
-    is_greedy = temperature == 0
-    blocks = _in_blocks(_scores(logits, temperature, top_k, top_p, min_p))
-    block_max = jnp.max(blocks, axis=-1)
-    shift = jnp.where(jnp.isneginf(block_max), 0.0, block_max)  # -inf - -inf would be NaN in an empty block
-    block_mass = shift + jnp.log(jnp.sum(jnp.exp(blocks - shift[..., None]), axis=-1))
-
-    noise = _gumbel_noise(seeds, token_index, blocks.shape[1] + _BLOCK)
-    block_noise, token_noise = noise[:, :-_BLOCK], noise[:, -_BLOCK:]
-    block = jnp.argmax(jnp.where(is_greedy[:, None], block_max, block_mass + block_noise), axis=-1)
-    scores = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    within = jnp.argmax(jnp.where(is_greedy[:, None], scores, scores + token_noise), axis=-1)
-    score = jnp.take_along_axis(scores, within[:, None], axis=1)[:, 0]
-    return (block * _BLOCK + within).astype(jnp.int32), score - jax.nn.logsumexp(block_mass, axis=-1)
-
-
-def _scores(
-    logits: Float[Array, "B V"],
-    temperature: Float[Array, " B"],
-    top_k: Int[Array, " B"],
-    top_p: Float[Array, " B"],
-    min_p: Float[Array, " B"],
-) -> Float[Array, "B V"]:
-    """Unnormalised log-probabilities with the largest at 0, and -inf outside the kept set."""
     logits = logits.astype(jnp.float32)
     is_greedy = temperature == 0
     # The largest is taken away before the division, so that a tiny temperature overflows to -inf and not to +inf.
@@ -83,6 +40,38 @@ def _scores(
         jnp.any((top_k > 0) | (top_p < 1)), _truncate, lambda scores, top_k, top_p: scores, scores, top_k, top_p
     )
     return jnp.where(scores >= jnp.log(min_p)[:, None], scores, -jnp.inf)
+
+
+def sample_tokens(
+    logits: Float[Array, "B V"],
+    seeds: UInt32[Array, "B 2"],
+    token_index: Int[Array, " B"],
+    temperature: Float[Array, " B"],
+    top_k: Int[Array, " B"],
+    top_p: Float[Array, " B"],
+    min_p: Float[Array, " B"],
+) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    """One int32 token per row, drawn from the softmax of `process_logits`, and its log-probability there.
+
+    `seeds` holds 64-bit seeds as (high, low) words. A row's randomness is a function of its seed and of `token_index`
+    (how many tokens it has sampled before), never of the other rows.
+
+    The draw is the Gumbel-max trick in two exact stages, first a block of the vocabulary, by its total probability,
+    then a token of the block: V / C + C random numbers instead of V, which on a CPU would cost a fifth of the step.
+    """
+    is_greedy = temperature == 0
+    blocks = _in_blocks(process_logits(logits, temperature, top_k, top_p, min_p))
+    block_max = jnp.max(blocks, axis=-1)
+    shift = jnp.where(jnp.isneginf(block_max), 0.0, block_max)  # -inf - -inf would be NaN in an empty block
+    block_mass = shift + jnp.log(jnp.sum(jnp.exp(blocks - shift[..., None]), axis=-1))
+
+    noise = _gumbel_noise(seeds, token_index, blocks.shape[1] + _BLOCK)
+    block_noise, token_noise = noise[:, :-_BLOCK], noise[:, -_BLOCK:]
+    block = jnp.argmax(jnp.where(is_greedy[:, None], block_max, block_mass + block_noise), axis=-1)
+    scores = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    within = jnp.argmax(jnp.where(is_greedy[:, None], scores, scores + token_noise), axis=-1)
+    score = jnp.take_along_axis(scores, within[:, None], axis=1)[:, 0]
+    return (block * _BLOCK + within).astype(jnp.int32), score - jax.nn.logsumexp(block_mass, axis=-1)
 
 
 def _truncate(scores: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]) -> Float[Array, "B V"]:

@@ -72,7 +72,7 @@ def make_slots(num_rows: int, rows: Iterable[tuple[GenerateRequest, Sequence[int
     return slots
 
 
-def check_request(request: GenerateRequest, *, max_context: int, vocab_size: int) -> None:
+def check_request(request: GenerateRequest, *, max_context: int, max_positions: int, vocab_size: int) -> None:
     """Raises `UserError` naming the field of a request that cannot be meant, or cannot fit."""
     if not request.tokens:
         raise UserError("tokens: the prompt is empty; a sample needs at least one token to follow")
@@ -95,7 +95,12 @@ def check_request(request: GenerateRequest, *, max_context: int, vocab_size: int
     if total > max_context:
         raise UserError(
             f"a request of {total} tokens (prompt {len(request.tokens)} + max_tokens {request.max_tokens}) exceeds "
-            f"sampler.max_context = {max_context}; shorten the prompt, lower max_tokens or raise sampler.max_context"
+            + (
+                f"sampler.max_context = {max_context}; raise it, shorten the prompt or lower max_tokens"
+                if max_context < max_positions
+                else f"the {max_positions} positions the model was made for (max_position_embeddings); "
+                "shorten the prompt or lower max_tokens"
+            )
         )
 
 

@@ -8,19 +8,40 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxsp.mesh import shardable
-from jaxsp.model.decoder import Params, abstract_params, logical_axes, unstack_layers
+from jaxsp.model.decoder import Params, abstract_params, logical_axes
 from jaxsp.model.sizes import DecoderSizes
 
 
-def to_sampler_layout(params: Params, compute_dtype: Any, shardings: Params | None = None) -> Params:
+def to_sampler_layout(
+    params: Params, compute_dtype: Any, shardings: Params | None = None, *, consumes: bool = False
+) -> Params:
     """A copy of `params` with `layers` unstacked into a list and weights in `compute_dtype`, resharded on device.
 
     Norm scales stay as they are: the decoder applies them in float32, and the learner's are not rounded either.
     `shardings` has the shape of the result (`sampler_shardings` makes it); None leaves the placement to the compiler.
-    The result shares no buffer with `params`, which the learner may donate to its next update.
+    The result shares no buffer with `params`, which the learner may donate to its next update. `consumes` deletes each
+    array of `params` once it is converted: beside the result, only one parameter of all layers exists at a time.
     """
-    leaves, treedef = jax.tree.flatten(shardings)
-    return _conversion(jnp.dtype(compute_dtype), tuple(leaves), treedef)(params)
+
+    def convert(path: tuple[Any, ...], leaf: jax.Array, sharding: NamedSharding | None = None) -> Any:
+        is_norm_scale = path[-1].key == "scale"
+        dtype = leaf.dtype if is_norm_scale else jnp.dtype(compute_dtype)
+        converted = _conversion(path[0].key == "layers", dtype, sharding)(leaf)
+        if consumes:
+            jax.block_until_ready(converted)
+            leaf.delete()
+        return converted
+
+    if shardings is not None:  # all layers are placed alike
+        shardings = {**shardings, "layers": shardings["layers"][0]}
+    trees = (params,) if shardings is None else (params, shardings)
+    converted = jax.tree_util.tree_map_with_path(convert, *trees)
+    num_layers = jax.tree.leaves(params["layers"])[0].shape[0]
+    layers = [
+        jax.tree.map(lambda each, i=i: each[i], converted["layers"], is_leaf=lambda node: isinstance(node, list))
+        for i in range(num_layers)
+    ]
+    return {**converted, "layers": layers}
 
 
 def sampler_shardings(sizes: DecoderSizes, mesh: Mesh) -> tuple[Params, NamedSharding]:
@@ -42,12 +63,11 @@ def sampler_shardings(sizes: DecoderSizes, mesh: Mesh) -> tuple[Params, NamedSha
 
 
 @functools.cache
-def _conversion(compute_dtype: Any, sharding_leaves: tuple[NamedSharding, ...], treedef: Any) -> Any:
-    def convert(params: Params) -> Params:
-        def cast(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-            is_norm_scale = path[-1].key == "scale"
-            return leaf if is_norm_scale else leaf.astype(compute_dtype)
+def _conversion(is_stacked: bool, dtype: Any, sharding: NamedSharding | None) -> Any:
+    """A jitted `array -> array`, or `array [layers, ...] -> list of arrays`, in `dtype`; never the array itself."""
 
-        return jax.tree_util.tree_map_with_path(cast, unstack_layers(params))
+    def convert(leaf: jax.Array) -> Any:
+        leaf = jnp.copy(leaf.astype(dtype))
+        return [leaf[i] for i in range(leaf.shape[0])] if is_stacked else leaf
 
-    return jax.jit(convert, out_shardings=jax.tree.unflatten(treedef, sharding_leaves))
+    return jax.jit(convert, out_shardings=sharding)

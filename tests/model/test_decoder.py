@@ -8,10 +8,11 @@ import pytest
 from model_forward import GOLDEN, full_hidden, full_logits
 
 from jaxsp.model.attention import attention
-from jaxsp.model.decoder import abstract_params, hidden_states, init_params, logical_axes, scalar_scores, unstack_layers
+from jaxsp.model.decoder import abstract_params, hidden_states, init_params, logical_axes, scalar_scores
 from jaxsp.model.hf_weights import load_hf_params
 from jaxsp.model.sizes import sizes_from_hf_config
 from jaxsp.model.source import load_params, open_model
+from jaxsp.sampler.weight_sync import to_sampler_layout
 
 LANGUAGE_MODELS = ("qwen3_tied", "qwen3_untied", "llama3_scaled", "llama_bias")
 
@@ -77,7 +78,7 @@ def test_unrolled_layers_and_recomputed_layers_give_what_scanned_layers_give():
             remat=remat,
         )[0]
 
-    np.testing.assert_allclose(run(unstack_layers(params)), run(params), atol=1e-5)
+    np.testing.assert_allclose(run(to_sampler_layout(params, jnp.float32)), run(params), atol=1e-5)
     np.testing.assert_allclose(run(params, remat=True), run(params), atol=1e-6)
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import numpy as np
 import pytest
 from tiny_sampler import (
-    SIZES,
     assert_same_samples,
     generate_all,
     prompt,
@@ -137,6 +136,14 @@ def test_shared_prefixes_of_any_length_meet_few_shapes():
     for header in range(32, 129, 8):
         wave(header)
     assert engine.num_compilations == warm
+
+
+def test_numbers_that_are_not_finite_are_an_error_and_no_tokens():
+    params = tiny_params()
+    params["final_norm"]["scale"] = params["final_norm"]["scale"] * np.nan
+    for num_tokens in (1, 3):
+        with pytest.raises(UserError, match=r"not finite.*compute_dtype=float32"):
+            generate_all(tiny_engine(params), [GenerateRequest(prompt(0, 5), 0, num_tokens)])
 
 
 def test_a_stop_id_is_the_last_token_and_keeps_its_logprob():
@@ -324,4 +331,5 @@ def test_what_cannot_be_meant_is_refused_before_it_waits():
         tiny_engine(num_slots=0)
     with pytest.raises(UserError, match=r"sampler\.max_context = 4096 exceeds the 1024 positions"):
         tiny_engine(max_context=4096)
-    assert SIZES.max_positions == 1024
+    with pytest.raises(UserError, match=r"exceeds the 1024 positions the model was made for.*; shorten .* max_tokens$"):
+        generate_all(tiny_engine(max_context=1024), [GenerateRequest(prompt(0, 1000), 0, 29)])

@@ -8,7 +8,8 @@ from scipy import stats
 
 from jaxsp.sampler.sampling import process_logits, sample_tokens
 
-compiled_process, compiled_sample = jax.jit(process_logits), jax.jit(sample_tokens)
+compiled_sample = jax.jit(sample_tokens)
+compiled_process = jax.jit(lambda *rows: jax.nn.log_softmax(process_logits(*rows)))
 VOCAB_SIZE = 300  # two blocks and a part of one
 
 
@@ -40,7 +41,7 @@ def setting(
 
 
 def probabilities(given_probabilities, **kwargs) -> np.ndarray:
-    """What `process_logits` makes of one row of probabilities, as probabilities."""
+    """What becomes of one row of probabilities."""
     return np.exp(np.asarray(process(jnp.log(jnp.asarray([given_probabilities])), *setting(1, **kwargs))))[0]
 
 

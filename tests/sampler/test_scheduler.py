@@ -57,6 +57,10 @@ def request(**settings) -> GenerateRequest:
     return GenerateRequest(**{"tokens": (1, 2), "seed": 0, "max_tokens": 6, **settings})
 
 
+def check(given: GenerateRequest) -> None:
+    check_request(given, max_context=64, max_positions=128, vocab_size=160)
+
+
 def ending(tokens, num_checked=0, **settings):
     found = find_ending(request(**settings), tokens, num_checked, text_of)
     return found and (found.num_tokens, found.text, found.finish_reason)
@@ -113,13 +117,13 @@ def test_of_stop_string_and_stop_id_the_first_to_complete_wins():
 )
 def test_a_request_that_cannot_be_meant_is_refused_by_name(settings, named):
     with pytest.raises(UserError, match=named):
-        check_request(request(**settings), max_context=64, vocab_size=160)
+        check(request(**settings))
 
 
 def test_a_request_that_cannot_fit_is_told_its_length_and_the_limit():
     with pytest.raises(UserError, match=r"70 tokens .*prompt 60 \+ max_tokens 10.*sampler\.max_context = 64"):
-        check_request(request(tokens=(1,) * 60, max_tokens=10), max_context=64, vocab_size=160)
-    check_request(request(tokens=(1,) * 60, max_tokens=4), max_context=64, vocab_size=160)
+        check(request(tokens=(1,) * 60, max_tokens=10))
+    check(request(tokens=(1,) * 60, max_tokens=4))
 
 
 def test_slots_hold_64_bit_seeds_and_count_from_the_last_token():

@@ -73,6 +73,14 @@ def test_the_copy_outlives_the_donation_of_the_original():
     np.testing.assert_array_equal(synced["embed"], before)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_parameters_that_are_given_away_are_deleted_and_give_the_same_copy(dtype):
+    expected, params = to_sampler_layout(tiny_params(), dtype), tiny_params()
+    synced = to_sampler_layout(params, dtype, consumes=True)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+    jax.tree.map(np.testing.assert_array_equal, synced, expected)
+
+
 def test_several_devices_sample_the_ids_that_one_samples():
     environment = {
         **os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8",

@@ -92,4 +92,5 @@ def _all_logprobs(params, tokens, temperature, top_k, top_p, min_p):
 
     positions = jnp.arange(tokens.shape[1])[None]
     hidden, _ = decoder.hidden_states(SIZES, params, tokens, positions, attend)
-    return process_logits(decoder.logits(params, hidden[0]), temperature, top_k, top_p, min_p)
+    scores = process_logits(decoder.logits(params, hidden[0]), temperature, top_k, top_p, min_p)
+    return jax.nn.log_softmax(scores)
