@@ -27,8 +27,8 @@ from jaxsp.learner.packing import Sorted, common_prefix, pack_rows, sort_sequenc
 from jaxsp.trajectory import Group, Segment
 
 SHORTEST_ROW = 64
-ATTENTION_CHUNK = 512
-"""Rows longer than this are a multiple of it, so that attention can go through them in chunks."""
+FEWEST_MICROBATCHES = 16
+"""Batches of up to so many micro-batches have one shape: the empty ones cost no computation."""
 MICROBATCH_TOKENS = 64
 """What starting one more micro-batch costs, in tokens: reading the weights, adding up the gradients."""
 
@@ -67,7 +67,7 @@ class BatchStats:
         num_tokens_separate: tokens that one row per sequence would compute.
         num_tokens_stored: tokens that the rows hold.
         num_rows: rows that hold something.
-        padding_frac: share of the computed row tokens that is padding.
+        padding_frac: share of the computed row tokens that is padding; see `microbatch_lengths`.
     """
 
     num_trajectories: int
@@ -114,9 +114,9 @@ def make_batch(
         weights: of each item in the loss, 1 by default.
         keep_zero: keeps items of advantage 0, whose policy gradient is 0 but whose KL and metrics are not.
 
-    Shapes come from a small table (`row_lengths`; M a power of 4; T is 2 L, or that times a power of 4), so few
-    programs are compiled.
-    Empty micro-batches and unused target slots cost no computation. Raises `UserError` when a sequence is too long.
+    Shapes come from a small table (L of `row_lengths`; M is 16 and T is 2 L, or that times a power of 4), so few
+    programs are compiled. Rows that end early come last, as `microbatch_lengths` asks for. Empty micro-batches and
+    unused target slots cost no computation. Raises `UserError` when a sequence is too long.
     """
     trajectory_ids = range(len(items)) if trajectory_ids is None else trajectory_ids
     weights = [1.0] * len(items) if weights is None else weights
@@ -130,35 +130,45 @@ def make_batch(
     kept = [i for i in with_advantage if items[i][0].loss_mask.any() and (keep_zero or items[i][1] != 0)]
     sequences = [_stored_tokens(items[i][0]) for i in kept]
     num_rows_each = -(-rows_per_microbatch // row_multiple) * row_multiple
-    rows, length = _choose_rows(sort_sequences(sequences), row_lengths(row_tokens), num_rows_each)
+    rows, num_stored, length = _choose_rows(sort_sequences(sequences), row_lengths(row_tokens), num_rows_each)
     rows = [[kept[index] for index in row] for row in rows]
-    # Rows with many targets come first: a micro-batch's head runs as long as its fullest row asks for.
-    rows.sort(key=lambda row: -sum(int(items[i][0].loss_mask.sum()) for i in row))
-
-    num_microbatches = -(-len(rows) // num_rows_each)
-    batch, num_stored = _fill(items, trajectory_ids, weights, rows, length, num_microbatches, num_rows_each)
+    num_targets = [sum(int(items[i][0].loss_mask.sum()) for i in row) for row in rows]
+    # Of rows computed alike, those with many targets come first: a micro-batch's head runs as long as its fullest row
+    # asks for.
+    _, shortest = microbatch_lengths(-(-len(rows) // num_rows_each), length)
+    order = sorted(range(len(rows)), key=lambda row: (num_stored[row] <= shortest, -num_targets[row]))
+    batch = _fill(items, trajectory_ids, weights, [rows[row] for row in order], length, num_rows_each)
     counted = {trajectory_ids[i] for i in with_advantage}
-    computed = num_microbatches * num_rows_each * length
+    computed = _computed_tokens(num_stored, length, num_rows_each)
     stats = BatchStats(
         num_trajectories=len(counted),
         num_dropped=len(set(trajectory_ids) - counted),
         num_zero_advantage=len(counted - {trajectory_ids[i] for i in kept}),
         num_trained_tokens=int(batch.target_mask.sum()),
         num_tokens_separate=sum(len(sequence) for sequence in sequences),
-        num_tokens_stored=num_stored,
+        num_tokens_stored=int(num_stored.sum()),
         num_rows=len(rows),
-        padding_frac=1 - num_stored / computed if computed else 0.0,
+        padding_frac=1 - int(num_stored.sum()) / computed if computed else 0.0,
     )
     return batch, stats
 
 
 def row_lengths(row_tokens: int) -> list[int]:
-    """The row lengths in use, longest first: `row_tokens` and its halves, rounded for chunked attention."""
+    """The row lengths in use, longest first: `row_tokens` and its halves."""
     lengths = [row_tokens]
     while lengths[-1] // 2 >= SHORTEST_ROW:
         lengths.append(lengths[-1] // 2)
-    rounded = [n if n <= ATTENTION_CHUNK else -(-n // ATTENTION_CHUNK) * ATTENTION_CHUNK for n in lengths]
-    return sorted(set(rounded), reverse=True)
+    return lengths
+
+
+def microbatch_lengths(num_microbatches: int, length: int) -> tuple[int, int]:
+    """The tokens of a row that are computed, in full and where all rows of a micro-batch end that early.
+
+    Each of the two is compiled, which is worth it where micro-batches are few and rows not too short; else both are
+    `length`.
+    """
+    is_worth_it = num_microbatches <= FEWEST_MICROBATCHES and length >= 4 * SHORTEST_ROW
+    return length, length * 3 // 4 if is_worth_it else length
 
 
 def _stored_tokens(segment: Segment) -> np.ndarray:
@@ -166,26 +176,38 @@ def _stored_tokens(segment: Segment) -> np.ndarray:
     return segment.tokens[: int(np.flatnonzero(segment.loss_mask)[-1])]
 
 
-def _choose_rows(sequences: Sorted, lengths: Sequence[int], num_rows_each: int) -> tuple[list[np.ndarray], int]:
-    """The packing and row length that compute the fewest tokens; a shorter row must win by a tenth."""
-    if not len(sequences.lengths):
-        return [], lengths[0]
-    best_rows, best_length, best_cost = pack_rows(sequences, lengths[0]), lengths[0], 0.0
-    best_cost = _cost(len(best_rows), best_length, num_rows_each)
+def _choose_rows(
+    sequences: Sorted, lengths: Sequence[int], num_rows_each: int
+) -> tuple[list[np.ndarray], np.ndarray, int]:
+    """The packing, its stored tokens and the row length that compute the fewest tokens.
+
+    A shorter row must win by a tenth.
+    """
+    best_rows, best_stored = pack_rows(sequences, lengths[0])
+    best_length, best_cost = lengths[0], _cost(best_stored, lengths[0], num_rows_each)
     if len(best_rows) > 10 * num_rows_each:  # the last, half-empty micro-batch no longer matters
-        return best_rows, best_length
+        return best_rows, best_stored, best_length
     for length in lengths[1:]:
-        if sequences.lengths.max() > length:
+        if sequences.lengths.max(initial=0) > length:
             break
-        rows = pack_rows(sequences, length)
-        cost = _cost(len(rows), length, num_rows_each)
+        rows, stored = pack_rows(sequences, length)
+        cost = _cost(stored, length, num_rows_each)
         if cost < 0.9 * best_cost:
-            best_rows, best_length, best_cost = rows, length, cost
-    return best_rows, best_length
+            best_rows, best_stored, best_length, best_cost = rows, stored, length, cost
+    return best_rows, best_stored, best_length
 
 
-def _cost(num_rows: int, length: int, num_rows_each: int) -> float:
-    return -(-num_rows // num_rows_each) * (num_rows_each * length + MICROBATCH_TOKENS)
+def _cost(num_stored: np.ndarray, length: int, num_rows_each: int) -> int:
+    num_microbatches = -(-len(num_stored) // num_rows_each)
+    return _computed_tokens(num_stored, length, num_rows_each) + num_microbatches * MICROBATCH_TOKENS
+
+
+def _computed_tokens(num_stored: np.ndarray, length: int, num_rows_each: int) -> int:
+    """Row tokens of all micro-batches when the rows that end early come last; `num_stored` int `[rows]`."""
+    num_microbatches = -(-len(num_stored) // num_rows_each)
+    full, shortest = microbatch_lengths(num_microbatches, length)
+    num_full = -(-int((num_stored > shortest).sum()) // num_rows_each)
+    return num_rows_each * (num_full * full + (num_microbatches - num_full) * shortest)
 
 
 def _fill(
@@ -194,17 +216,15 @@ def _fill(
     weights: Sequence[float],
     rows: Sequence[Sequence[int]],
     length: int,
-    num_microbatches: int,
     num_rows_each: int,
-) -> tuple[Batch, int]:
-    """The batch's arrays, and the number of tokens stored."""
+) -> Batch:
     most_targets = max((sum(int(items[i][0].loss_mask.sum()) for i in row) for row in rows), default=0)
-    num_targets, padded_microbatches = 2 * length, 4
+    num_targets, num_microbatches = 2 * length, FEWEST_MICROBATCHES
     while num_targets < most_targets:
         num_targets *= 4
-    while padded_microbatches < num_microbatches:
-        padded_microbatches *= 4
-    num_rows = padded_microbatches * num_rows_each
+    while num_microbatches * num_rows_each < len(rows):
+        num_microbatches *= 4
+    num_rows = num_microbatches * num_rows_each
     flat = Batch(
         tokens=np.zeros((num_rows, length), np.int32),
         positions=np.zeros((num_rows, length), np.int32),
@@ -218,11 +238,10 @@ def _fill(
         weights=np.zeros((num_rows, num_targets), np.float32),
         temperatures=np.ones((num_rows, num_targets), np.float32),
     )
-    num_stored = 0
     for row, members in enumerate(rows):
-        num_stored += _fill_row(flat, row, items, trajectory_ids, weights, members)
-    shape = (padded_microbatches, num_rows_each, -1)
-    return Batch(**{field.name: getattr(flat, field.name).reshape(shape) for field in fields(Batch)}), num_stored
+        _fill_row(flat, row, items, trajectory_ids, weights, members)
+    shape = (num_microbatches, num_rows_each, -1)
+    return Batch(**{field.name: getattr(flat, field.name).reshape(shape) for field in fields(Batch)})
 
 
 def _fill_row(
@@ -232,8 +251,8 @@ def _fill_row(
     trajectory_ids: Sequence[int],
     weights: Sequence[float],
     members: Sequence[int],
-) -> int:
-    """Writes the sequences `members`, in depth-first order, and their targets into one row; returns its tokens."""
+) -> None:
+    """Writes the sequences `members`, in depth-first order, and their targets into one row."""
     path = np.zeros(0, np.int64)  # row indices of the tokens of the sequence before
     previous = np.zeros(0, np.int32)
     end = target_end = 0
@@ -260,4 +279,3 @@ def _fill_row(
         # Greedy samples report the untempered distribution, and a temperature of 0 cannot divide logits.
         batch.temperatures[row, slots] = segment.temperature or 1.0
     batch.visible_until[row, path] = end
-    return end

@@ -43,8 +43,10 @@ def sort_sequences(sequences: Sequence[np.ndarray]) -> Sorted:
     return Sorted(np.array(order, np.int64), np.array(lengths, np.int64), np.array(shared, np.int64))
 
 
-def pack_rows(sequences: Sorted, capacity: int) -> list[np.ndarray]:
-    """Rows of at most `capacity` stored tokens, each the caller's indices of its sequences in depth-first order.
+def pack_rows(sequences: Sorted, capacity: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Rows of at most `capacity` stored tokens, and how many each stores, int `[rows]`.
+
+    A row is the caller's indices of its sequences in depth-first order.
 
     Maximal subtries that fit a row are placed largest first, each into the row where it adds the fewest tokens.
     Every sequence must fit a row on its own.
@@ -74,7 +76,8 @@ def pack_rows(sequences: Sorted, capacity: int) -> list[np.ndarray]:
             used = np.append(used, sizes[unit])
         row_of_unit[unit] = row
     members = [np.flatnonzero(row_of_unit == row) for row in range(len(used))]
-    return [np.concatenate([sequences.order[starts[unit] : starts[unit + 1]] for unit in units]) for units in members]
+    rows = [np.concatenate([sequences.order[starts[unit] : starts[unit + 1]] for unit in units]) for units in members]
+    return rows, used
 
 
 def _unit_starts(sequences: Sorted, capacity: int) -> np.ndarray:

@@ -4,17 +4,18 @@ Legend: M micro-batches, R rows, L tokens of a row, T targets of a row.
 
 Losses are sums divided by global counts that the caller passes, so the result depends neither on how trajectories are
 packed and split into micro-batches nor on how arrays are sharded. The loop over micro-batches ends after the last one
-that has a target: a batch padded with empty ones costs nothing.
+that has a target, and computes rows that end early at a shorter length: of the padding little costs anything.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsp.learner.batch import Batch
+from jaxsp.learner.batch import Batch, microbatch_lengths
 from jaxsp.learner.losses import (
     clipped_surrogate,
     cross_entropy,
@@ -50,10 +51,10 @@ def make_logprobs_fn(
     forward = _make_forward(sizes, compute_dtype, logits_chunk, remat=False)
 
     def logprobs(params: Params, batch: Batch) -> jax.Array:
-        def one_microbatch(index: jax.Array, results: jax.Array) -> jax.Array:
-            return results.at[index].set(forward(params, _take(batch, index))[0])
+        def one_microbatch(index: jax.Array, microbatch: Batch, results: jax.Array) -> jax.Array:
+            return results.at[index].set(forward(params, microbatch)[0])
 
-        return jax.lax.fori_loop(0, _num_used(batch), one_microbatch, jnp.zeros(batch.target_mask.shape, jnp.float32))
+        return _fold_microbatches(batch, one_microbatch, jnp.zeros(batch.target_mask.shape, jnp.float32))
 
     if param_shardings is None:
         return jax.jit(logprobs)
@@ -195,20 +196,19 @@ def _accumulate(
 ) -> tuple[Params, jax.Array, jax.Array]:
     """The loss's float32 gradients summed over micro-batches; log-probabilities and entropies `[M, R, T]`."""
 
-    def loss_of(params: Params, index: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        microbatch = _take(batch, index)
+    def loss_of(params: Params, index: jax.Array, microbatch: Batch) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         logprobs, entropy = forward(params, microbatch)
         return loss(logprobs, microbatch, extras_of(index)), (logprobs, entropy)
 
-    def one_microbatch(index: jax.Array, carry: tuple[Params, jax.Array, jax.Array]) -> Any:
+    def one_microbatch(index: jax.Array, microbatch: Batch, carry: tuple[Params, jax.Array, jax.Array]) -> Any:
         gradients, logprobs, entropy = carry
-        own, results = jax.grad(loss_of, has_aux=True)(params, index)
+        own, results = jax.grad(loss_of, has_aux=True)(params, index, microbatch)
         gradients = jax.tree.map(lambda total, x: total + x.astype(jnp.float32), gradients, own)
         return gradients, logprobs.at[index].set(results[0]), entropy.at[index].set(results[1])
 
     zeros = jnp.zeros(batch.target_mask.shape, jnp.float32)
     no_gradients = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-    return jax.lax.fori_loop(0, _num_used(batch), one_microbatch, (no_gradients, zeros, zeros))
+    return _fold_microbatches(batch, one_microbatch, (no_gradients, zeros, zeros))
 
 
 def _apply(
@@ -259,12 +259,35 @@ def _jit_update(
     )
 
 
-def _num_used(batch: Batch) -> jax.Array:
-    """The number of micro-batches up to the last that has a target."""
-    has_target = jnp.any(batch.target_mask, axis=(1, 2))
-    return jnp.max(jnp.where(has_target, jnp.arange(1, len(has_target) + 1), 0))
+def _fold_microbatches[Carry](
+    batch: Batch, one_microbatch: Callable[[jax.Array, Batch, Carry], Carry], carry: Carry
+) -> Carry:
+    """`one_microbatch(index, microbatch, carry)` over those with targets, rows cut to `microbatch_lengths`."""
+
+    def end_of(has_target: jax.Array) -> jax.Array:
+        in_microbatch = jnp.any(has_target, axis=(1, 2))
+        return jnp.max(jnp.where(in_microbatch, jnp.arange(1, len(in_microbatch) + 1), 0))
+
+    full, shortest = microbatch_lengths(*batch.tokens.shape[::2])
+    num_used = end_of(batch.target_mask)
+    # A row's last stored token predicts a target, so predictors show where a row ends.
+    num_full = end_of(batch.target_mask & (batch.target_predictor >= shortest))
+    loops = [(full, 0, num_full), (shortest, num_full, num_used)] if shortest < full else [(full, 0, num_used)]
+    for length, start, end in loops:
+
+        def body(index: jax.Array, carry: Carry, length: int = length) -> Carry:
+            return one_microbatch(index, _cut(_take(batch, index), length), carry)
+
+        carry = jax.lax.fori_loop(start, end, body, carry)
+    return carry
 
 
 def _take(tree: Any, index: jax.Array) -> Any:
     """One micro-batch of arrays `[M, ...]`."""
     return jax.tree.map(lambda x: x[index], tree)
+
+
+def _cut(microbatch: Batch, length: int) -> Batch:
+    """The first `length` tokens of each row, which must be all that it stores."""
+    names = ("tokens", "positions", "visible_until")
+    return replace(microbatch, **{name: getattr(microbatch, name)[:, :length] for name in names})

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from learner_cases import random_items, segment
 
 from jaxsp.config import UserError
-from jaxsp.learner.batch import Batch, Item, make_batch, row_lengths, training_items
+from jaxsp.learner.batch import Batch, Item, make_batch, microbatch_lengths, row_lengths, training_items
 from jaxsp.learner.packing import pack_rows, sort_sequences
 from jaxsp.trajectory import Group, Trajectory
 
@@ -68,11 +68,11 @@ def test_every_segment_can_be_read_back_from_its_row(drawn, row_tokens, rows_per
 @given(st.lists(few_tokens, min_size=1, max_size=30), st.sampled_from([14, 20, 40, 1000]))
 def test_a_row_stores_no_prefix_twice_and_never_overflows(drawn, capacity):
     sequences = [np.asarray(tokens, np.int32) for tokens in drawn]
-    rows = pack_rows(sort_sequences(sequences), capacity)
+    rows, num_stored = pack_rows(sort_sequences(sequences), capacity)
     assert sorted(np.concatenate(rows).tolist()) == list(range(len(sequences)))
-    for row in rows:
+    for row, stored in zip(rows, num_stored, strict=True):
         nodes = {tuple(drawn[index][:end]) for index in row for end in range(1, len(drawn[index]) + 1)}
-        assert len(nodes) <= capacity
+        assert len(nodes) == stored <= capacity
     if capacity == 1000:
         assert len(rows) == 1
 
@@ -121,7 +121,7 @@ def test_a_split_group_stays_with_its_own_prompt():
         for prompt in (1, 2)
         for k in range(3)
     ]
-    rows = pack_rows(sort_sequences([made.tokens[:-1] for made, _ in items]), 55)
+    rows, _ = pack_rows(sort_sequences([made.tokens[:-1] for made, _ in items]), 55)
     assert sorted(sorted(row.tolist()) for row in rows) == [[0, 1, 2], [3, 4, 5]]
 
 
@@ -172,10 +172,10 @@ def test_rows_of_a_microbatch_divide_over_devices():
         (4096, [4096, 2048, 1024, 512, 256, 128, 64]),
         (64, [64]),
         (40, [40]),
-        (600, [1024, 300, 150, 75]),
+        (600, [600, 300, 150, 75]),
     ],
 )
-def test_row_lengths_are_few_and_suit_chunked_attention(row_tokens, lengths):
+def test_row_lengths_are_halves_of_the_longest(row_tokens, lengths):
     assert row_lengths(row_tokens) == lengths
 
 
@@ -184,7 +184,26 @@ def test_small_problems_get_short_rows_and_batches_of_like_size_one_shape():
     for seed in range(5):
         batch, _ = make_batch(random_items(seed, num_groups=4), row_tokens=1024, rows_per_microbatch=1)
         shapes.add((batch.tokens.shape, batch.target_tokens.shape))
-    assert shapes == {((4, 1, 128), (4, 1, 256))}
+    assert shapes == {((16, 1, 128), (16, 1, 256))}
+
+
+def test_rows_that_end_early_come_last_and_are_computed_at_three_quarters_of_the_length():
+    rng = np.random.default_rng(0)
+    # Nothing is shared. Rows of 250 hold 240; 190; 2 x 90, with the most targets; the first is the longest.
+    made = [segment(rng.integers(0, 9999, length + 1).tolist(), mask) for length, mask in
+            [(90, 60), (90, 60), (240, 240), (190, 190)]]  # fmt: skip
+    batch, stats = make_batch([(one, 1.0) for one in made], row_tokens=256, rows_per_microbatch=1)
+    ends = [int(np.max(batch.target_predictor[place][batch.target_mask[place]])) for place in ((0, 0), (1, 0), (2, 0))]
+    assert ends == [239, 179, 189]
+    assert stats.padding_frac == 1 - (240 + 190 + 180) / (256 + 192 + 192)
+    # A micro-batch of two rows is computed as far as its longer row asks for.
+    _, stats = make_batch([(one, 1.0) for one in made], row_tokens=256, rows_per_microbatch=2)
+    assert stats.padding_frac == 1 - (240 + 190 + 180) / (2 * 256 + 2 * 192)
+
+
+@pytest.mark.parametrize(("num_microbatches", "length", "shortest"), [(16, 256, 192), (17, 256, 256), (1, 128, 128)])
+def test_two_lengths_of_row_are_compiled_only_where_that_pays(num_microbatches, length, shortest):
+    assert microbatch_lengths(num_microbatches, length) == (length, shortest)
 
 
 def test_packing_ignores_the_order_of_trajectories():

@@ -121,6 +121,25 @@ def test_microbatched_equals_whole(descent_update, whole):
         np.testing.assert_allclose(metrics[name], whole[1][name], rtol=1e-5, err_msg=name)
 
 
+def test_rows_computed_at_two_lengths_give_the_logprobs_and_gradient_of_plain_rows(descent_update, logprobs_fn):
+    rng = np.random.default_rng(0)
+    lengths = (250, 190, 170, 150)
+    items = [(segment(rng.integers(0, 40, length).tolist(), length - 9), advantage)
+             for length, advantage in zip(lengths, rng.normal(size=4), strict=True)]  # fmt: skip
+    for made, _ in items:
+        made.behaviour_logprobs[made.loss_mask] = -3.5
+    batch, stats = make_batch(items, row_tokens=256, rows_per_microbatch=1)
+    assert stats.padding_frac == 1 - (sum(lengths) - 4) / (256 + 3 * 192)
+    expected = np.asarray(full_logprobs(SIZES, tiny_params(), [made for made, _ in items]))
+    logprobs = np.asarray(logprobs_fn(tiny_params(), batch))
+    for index, (made, _) in enumerate(items):
+        of_index = (batch.target_sequence == index) & batch.target_mask
+        np.testing.assert_allclose(logprobs[of_index], expected[index, np.flatnonzero(made.loss_mask)], atol=1e-5)
+    loss = partial(reinforce_loss, SIZES, items=items, denominator=len(items) * NORMALISER, importance_cap=2.0)
+    gradients, _ = gradients_of(descent_update, items, row_tokens=256)
+    assert_trees_close(gradients, jax.jit(jax.grad(loss))(tiny_params()), 1e-6)
+
+
 def test_what_padding_and_masked_slots_hold_changes_nothing(descent_update):
     items = random_items()
     batch, stats = make_batch(items, row_tokens=64, rows_per_microbatch=1)
