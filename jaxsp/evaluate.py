@@ -1,6 +1,6 @@
 """How good a fixed policy is: a reasoner on questions with references, a challenger on held-out documents."""
 
-import json
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +11,10 @@ from jaxsp.config import UserError
 from jaxsp.envs import corpus as embedded_corpus
 from jaxsp.envs.corpus.quantities import solve
 from jaxsp.envs.documents import open_corpus
+from jaxsp.json_lines import read_json_lines, text_of
 from jaxsp.rollout.prompts import Proposal
 from jaxsp.rollout.prompts.proposal import AnswerType
-from jaxsp.rollout.roles import Answer, Sampling, Setting, answer, propose
+from jaxsp.rollout.roles import Answer, OnProgress, Sampling, Setting, answer, ignore_progress, propose
 from jaxsp.rollout.seeds import derive_seed
 from jaxsp.tokenizer import Tokenizer
 
@@ -33,23 +34,30 @@ class Question:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with the standard error of the mean over `count` values (population variance), and the count."""
+    """A mean with the standard error of the mean over `count` values (population variance), and the count.
+
+    NaN is no value: the mean of nothing, the error of one value or of a number that is no mean of independent ones.
+    """
 
     mean: float
     error: float
     count: int
 
     def __str__(self) -> str:
-        return f"{100 * self.mean:5.1f}% ± {100 * self.error:4.1f}"
+        if math.isnan(self.mean):
+            return "-"
+        share = f"{100 * self.mean:5.1f}%"
+        return share if math.isnan(self.error) else f"{share} ± {100 * self.error:4.1f}"
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Mean and standard error; of nothing, zeros with count 0."""
+    """Mean and standard error, each NaN where there are too few values for it."""
     count = len(values)
     if not count:
-        return Estimate(0.0, 0.0, 0)
+        return Estimate(math.nan, math.nan, 0)
     mean = sum(values) / count
-    return Estimate(mean, math.sqrt(sum((value - mean) ** 2 for value in values)) / count, count)
+    error = math.sqrt(sum((value - mean) ** 2 for value in values)) / count
+    return Estimate(mean, error if count > 1 else math.nan, count)
 
 
 def read_questions(path: str) -> list[Question]:
@@ -61,11 +69,7 @@ def read_questions(path: str) -> list[Question]:
     is_embedded = name == "embedded"
     kinds = kinds if is_embedded else ""
     file = CORPUS_DIR / "heldout.jsonl" if is_embedded else Path(path)
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")  # splitlines would cut inside JSON strings at U+2028
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"questions file {file} cannot be read: {error}") from error
-    questions = [_read_question(line, f"{file}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    questions = [_as_question(row, place) for place, row in read_json_lines(file, "questions file")]
     if not questions:
         raise UserError(f"questions file {file} holds no question")
     there = list(dict.fromkeys(question.kind for question in questions))
@@ -75,20 +79,14 @@ def read_questions(path: str) -> list[Question]:
     return [question for question in questions if question.kind in wanted]
 
 
-def _read_question(line: str, place: str) -> Question:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{place}: not a JSON object: {error}") from error
-    if not isinstance(row, dict):
-        raise UserError(f"{place}: not a JSON object")
-    for field in ("question", "answer"):
-        if field not in row:
-            raise UserError(f"{place}: field {field!r} is missing")
-    answer_type = row.get("answer_type", "integer")
+def _as_question(row: dict[str, Any], place: str) -> Question:
+    row = {"answer_type": "integer", "kind": "all", **row}
+    text, kind = text_of(row, "question", place), text_of(row, "kind", place, may_be_number=True)
+    answer = text_of(row, "answer", place, may_be_number=True)
+    answer_type = row["answer_type"]
     if answer_type not in ANSWER_TYPES:
         raise UserError(f"{place}: answer_type = {answer_type!r} is not one of {', '.join(ANSWER_TYPES)}")
-    return Question(str(row["question"]), str(row["answer"]), answer_type, str(row.get("kind", "all")))
+    return Question(text, answer, answer_type, kind)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,15 +110,21 @@ class ReasonerReport:
 
 
 async def evaluate_reasoner(
-    questions: Sequence[Question], setting: Setting, sampling: Sampling, num_samples: int, seed: int
+    questions: Sequence[Question],
+    setting: Setting,
+    sampling: Sampling,
+    num_samples: int,
+    seed: int,
+    on_progress: OnProgress = ignore_progress,
 ) -> ReasonerReport:
     """Asks every question `num_samples` times, without any document."""
     asked = [question for question in questions for _ in range(num_samples)]
     proposals = [Proposal(question.text, question.answer, question.answer_type) for question in asked]
     seeds = [derive_seed(seed, "evaluate", index) for index in range(len(asked))]
-    answers = await answer(setting, proposals, seeds, sampling)
+    on_count = functools.partial(on_progress, "evaluation: reasoner")
+    answers = await answer(setting, proposals, seeds, sampling, on_count)
     scores = [float(given.verdict.correct) for given in answers]
-    means = [sum(scores[i : i + num_samples]) / num_samples for i in range(0, len(scores), num_samples)]
+    means = _means(scores, num_samples)
     kinds = {
         kind: estimate([mean for question, mean in zip(questions, means, strict=True) if question.kind == kind])
         for kind in dict.fromkeys(question.kind for question in questions)
@@ -133,8 +137,7 @@ def heldout_documents(path: str, tokenizer: Tokenizer, max_segment_tokens: int, 
     first `num_documents` of a corpus in a fixed order."""
     name, _, topic = path.partition(":")
     if name == "embedded":
-        rows = [json.loads(line) for line in (CORPUS_DIR / "heldout_documents.jsonl").read_text().splitlines()]
-        texts = [row["text"] for row in rows if not topic or row["topic"] == topic]
+        texts = [row["text"] for row in _packaged_documents() if not topic or row["topic"] == topic]
         if not texts:
             raise UserError(f"evaluation.documents = {path}: the embedded corpus has no topic {topic!r}")
         return texts
@@ -142,17 +145,34 @@ def heldout_documents(path: str, tokenizer: Tokenizer, max_segment_tokens: int, 
     return [document.text for document in corpus.next_documents(min(num_documents, corpus.num_documents))]
 
 
+def _packaged_documents() -> list[dict[str, Any]]:
+    return [row for _, row in read_json_lines(CORPUS_DIR / "heldout_documents.jsonl", "packaged file")]
+
+
+def _can_be_solved(document: dict[str, Any]) -> bool:
+    return all(str(solve(question)) == answer for question, answer, _ in document["questions"])
+
+
+def _means(values: Sequence[float], size: int) -> list[float]:
+    """The mean of each `size` values in turn."""
+    return [sum(values[start : start + size]) / size for start in range(0, len(values), size)]
+
+
 @dataclass(frozen=True, eq=False)
 class ChallengerReport:
-    """`valid`, `right` and `distinct` are shares: of all attempts, of all attempts, of the valid questions.
+    """`valid` and `right` are shares of the attempts: a document counts once, with the mean over its attempts.
 
-    `right`: a valid integer question whose answer is what `jaxsp.envs.corpus.quantities.solve` reads from its words.
+    `right`: a valid integer question whose answer is what `jaxsp.envs.corpus.quantities.solve` reads from its words,
+    of the packaged documents whose own questions it reads; None where there is no such document.
+    `distinct`: the number of different valid questions by the number of valid ones, which is its count. It has no
+    standard error.
     """
 
     valid: Estimate
-    right: Estimate
+    right: Estimate | None
     distinct: Estimate
     rows: tuple[dict[str, Any], ...]
+    """An attempt each; `is_right` is None where `right` does not count it."""
 
 
 async def evaluate_challenger(
@@ -162,24 +182,32 @@ async def evaluate_challenger(
     num_samples: int,
     is_grounded_only: bool,
     seed: int,
+    on_progress: OnProgress = ignore_progress,
 ) -> ChallengerReport:
     """Lets the challenger make `num_samples` attempts at each document; nobody answers them."""
     texts = [document for document in documents for _ in range(num_samples)]
     seeds = [derive_seed(seed, "look", index) for index in range(len(texts))]
-    attempts = await propose(setting, texts, seeds, sampling, is_grounded_only)
-    rows = []
+    on_count = functools.partial(on_progress, "evaluation: challenger")
+    attempts = await propose(setting, texts, seeds, sampling, is_grounded_only, on_count)
+    solvable = {document["text"] for document in _packaged_documents() if _can_be_solved(document)}
+    rows, questions = [], []
     for document, attempt in zip(texts, attempts, strict=True):
         outcome = attempt.outcome
-        is_valid = isinstance(outcome, Proposal)
-        is_right = is_valid and outcome.answer_type == "integer" and str(solve(outcome.question)) == outcome.answer
-        reason = "ok" if is_valid else outcome.reason
+        is_right = None
+        if document in solvable:
+            is_right = isinstance(outcome, Proposal) and _is_right(outcome)
+        if isinstance(outcome, Proposal):
+            questions.append(outcome.question)
+        reason = "ok" if isinstance(outcome, Proposal) else outcome.reason
         rows.append({"document": document, "text": attempt.text, "reason": reason, "is_right": is_right})
-    questions = [attempt.outcome.question for attempt in attempts if isinstance(attempt.outcome, Proposal)]
-    seen: set[str] = set()
-    is_new = [not (question in seen or seen.add(question)) for question in questions]
+    right = [float(row["is_right"]) for row in rows if row["is_right"] is not None]
     return ChallengerReport(
-        valid=estimate([row["reason"] == "ok" for row in rows]),
-        right=estimate([row["is_right"] for row in rows]),
-        distinct=estimate(is_new),
+        valid=estimate(_means([row["reason"] == "ok" for row in rows], num_samples)),
+        right=estimate(_means(right, num_samples)) if right else None,
+        distinct=Estimate(len(set(questions)) / len(questions) if questions else math.nan, math.nan, len(questions)),
         rows=tuple(rows),
     )
+
+
+def _is_right(proposal: Proposal) -> bool:
+    return proposal.answer_type == "integer" and str(solve(proposal.question)) == proposal.answer

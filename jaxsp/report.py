@@ -77,7 +77,8 @@ def _named_estimates(reasoner: ReasonerReport | None, challenger: ChallengerRepo
             estimates |= {f"reasoner accuracy {kind}": value for kind, value in reasoner.kinds.items()}
     if challenger is not None:
         estimates["challenger valid"] = challenger.valid
-        estimates["challenger right"] = challenger.right
+        if challenger.right is not None:
+            estimates["challenger right"] = challenger.right
         estimates["challenger distinct"] = challenger.distinct
     return estimates
 

@@ -243,7 +243,7 @@ ERRORS = [
     (["score", "{model}", "--input", "{bad}"], 1, "{bad}:1: not a line of JSON"),
     (["verify", "--kind", "text", "--input", "{bad}"], 1, "{bad}:1: not a line of JSON"),
     (["verify", "--kind", "text", "--input", "{empty}"], 1, "{empty} is empty"),
-    (["eval", "{model}", "--questions", "{bad}"], 1, "{bad}:1: not a JSON object"),
+    (["eval", "{model}", "--questions", "{bad}"], 1, "{bad}:1: not a line of JSON"),
     (["eval", "{model}", "--questions", "{empty}"], 1, "{empty} holds no question"),
     (["eval", "{model}", "--questions", "embedded:total", "--output", "{tmp}/no/a"], 1, "--output {tmp}/no/a cannot"),
     (["export", "{model}", "--out", "{tmp}/out"], 1, "{model} is no run directory"),

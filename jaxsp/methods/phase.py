@@ -4,7 +4,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxsp.rollout.collect import OnProgress, Played
+from jaxsp.rollout.collect import Played
+from jaxsp.rollout.roles import OnProgress
 from jaxsp.trajectory import Group
 
 

@@ -19,7 +19,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxsp.rollout.prompts import Proposal, Rejection
-from jaxsp.rollout.roles import Answer, Attempt, Sampling, Setting, answer, propose
+from jaxsp.rollout.roles import (
+    Answer,
+    Attempt,
+    OnProgress,
+    Sampling,
+    Setting,
+    answer,
+    ignore_progress,
+    propose,
+)
 from jaxsp.rollout.seeds import derive_seed
 from jaxsp.trajectory import Group, Status, Task, Trajectory
 
@@ -102,14 +111,6 @@ class _Try:
     def has_own_answers(self) -> bool:
         """True for one try of each set of answers, so that shared ones count once."""
         return self.answers_at == self.position
-
-
-OnProgress = Callable[[str, int, int], None]
-"""Told what is going on, how much of it is done, and of how much."""
-
-
-def ignore_progress(activity: str, done: int, total: int) -> None:
-    """An `OnProgress` for nobody."""
 
 
 async def play_spice(

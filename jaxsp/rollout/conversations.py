@@ -1,14 +1,15 @@
 """Conversations to imitate, read from JSONL, as trajectories with the assistant's tokens as targets."""
 
-import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jaxsp.config import UserError
 from jaxsp.envs import corpus
+from jaxsp.json_lines import read_json_lines
 from jaxsp.rollout.seeds import derive_seed
 from jaxsp.trajectory import Segment, Turn
 
@@ -22,26 +23,20 @@ def read_conversations(path: str) -> list[list[Message]]:
     Raises `UserError` naming the line and what is wrong with it.
     """
     file = Path(str(corpus.__file__)).parent / "warm_start.jsonl" if path == "embedded" else Path(path)
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")  # str.splitlines also cuts at U+2028, which JSON may hold
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"warm_start.conversations: {file} cannot be read: {error}") from error
-    conversations = [_read(line, f"{file}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    rows = read_json_lines(file, "warm_start.conversations:")
+    conversations = [_messages(row, place) for place, row in rows]
     if not conversations:
         raise UserError(f"warm_start.conversations: {file} holds no conversation")
     return conversations
 
 
-def _read(line: str, place: str) -> list[Message]:
-    try:
-        messages = json.loads(line)["messages"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise UserError(f"{place}: not a JSON object with a list 'messages'") from error
+def _messages(row: dict[str, Any], place: str) -> list[Message]:
+    messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise UserError(f"{place}: 'messages' is not a list with at least one message")
+        raise UserError(f"{place}: field `messages` is not a list with at least one message")
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise UserError(f"{place}: a message has no text 'content'")
+            raise UserError(f"{place}: a message has no text `content`")
         if message.get("role") not in _ROLES:
             raise UserError(f"{place}: role {message.get('role')!r} is not one of {', '.join(sorted(_ROLES))}")
     if not any(message["role"] == "assistant" for message in messages):

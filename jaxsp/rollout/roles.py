@@ -80,8 +80,14 @@ class Answer:
     verdict: Verdict
 
 
+OnProgress = Callable[[str, int, int], None]
+"""Told what is going on, how much of it is done, and of how much."""
 OnCount = Callable[[int, int], None]
 """Told how many calls are done, and of how many."""
+
+
+def ignore_progress(activity: str, done: int, total: int) -> None:
+    """An `OnProgress` for nobody."""
 
 
 def _count_up(on_count: OnCount, total: int) -> Callable[[], None]:

@@ -1,14 +1,14 @@
 """One entry for all kinds of answers: a reference and a response in, a `Verdict` out."""
 
 import contextlib
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxsp.config import UsageError, UserError
+from jaxsp.config import UsageError
+from jaxsp.json_lines import read_json_lines, text_of
 from jaxsp.verifiers.choice import check_choice
 from jaxsp.verifiers.math_answer import Verdict, check_math, is_parseable_expression, last_boxed, quick_math
 from jaxsp.verifiers.process_pool import Outcome, ProcessPool
@@ -85,17 +85,20 @@ def run_verify(
         raise UsageError(f"the number of verifier workers must be at least 1, got {num_workers}")
     if timeout_s <= 0:
         raise UsageError(f"--timeout must be a positive number of seconds, got {timeout_s:g}")
-    row = KINDS[kind]
-    pairs = list(_read_pairs(Path(input_path)))
+    checks = KINDS[kind]
+    pairs = [
+        (text_of(row, "reference", place, may_be_number=True), text_of(row, "response", place))
+        for place, row in read_json_lines(input_path, "--input")
+    ]
     with contextlib.ExitStack() as stack:
         pool: ProcessPool | None = None
         pending: list[tuple[str, Verdict | Future[Outcome]]] = []
         for reference, response in pairs:
-            result: Verdict | Future[Outcome] | None = row.quick(reference, response)
+            result: Verdict | Future[Outcome] | None = checks.quick(reference, response)
             if result is None:
-                assert row.slow is not None
+                assert checks.slow is not None
                 pool = pool or stack.enter_context(make_verifier_pool(num_workers, timeout_s))
-                result = pool.submit(row.slow, reference, response)
+                result = pool.submit(checks.slow, reference, response)
             pending.append((response, result))
         for response, result in pending:
             write(asdict(result if isinstance(result, Verdict) else _verdict(result.result(), response)))
@@ -108,25 +111,3 @@ def _verdict(outcome: Outcome, response: str) -> Verdict:
     # `died` is nearly always the memory limit, the same appetite that otherwise ends in a timeout.
     status = "unparseable" if outcome.status == "error" else "timeout"
     return Verdict(False, status, last_boxed(response))
-
-
-def _read_pairs(path: Path) -> Iterator[tuple[str, str]]:
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise UserError(f"--input {path} cannot be read: {error.strerror}") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{path}:{number}: not a line of JSON: {error}") from error
-        if not isinstance(record, dict):
-            raise UserError(f"{path}:{number}: must be an object with `reference` and `response`")
-        for field, types in (("reference", (str, int, float)), ("response", (str,))):
-            if field not in record:
-                raise UserError(f"{path}:{number}: field `{field}` is missing")
-            if not isinstance(record[field], types) or isinstance(record[field], bool):
-                raise UserError(f"{path}:{number}: field `{field}` must be text, got {json.dumps(record[field])[:80]}")
-        yield str(record["reference"]), record["response"]

@@ -29,12 +29,12 @@ def test_the_embedded_warm_start_is_read_by_its_name():
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("nonsense", "not a JSON object"),
+        ("nonsense", "not a line of JSON"),
         ("[1]", "not a JSON object"),
-        ("{}", "not a JSON object with a list 'messages'"),
+        ("{}", "`messages` is not a list"),
         ('{"messages": []}', "at least one message"),
         ('{"messages": "Hi"}', "at least one message"),
-        ('{"messages": [{"role": "assistant"}]}', "no text 'content'"),
+        ('{"messages": [{"role": "assistant"}]}', "no text `content`"),
         ('{"messages": [{"role": "robot", "content": "Hi"}]}', "role 'robot' is not one of"),
         ('{"messages": [{"role": "user", "content": "Hi"}]}', "no assistant message"),
     ],

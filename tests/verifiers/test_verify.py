@@ -117,9 +117,9 @@ def test_choices_and_texts_are_checked_from_files_too(tmp_path):
         ('{"response": "x"}\n', "in.jsonl:2: field `reference` is missing"),
         ('{"reference": "x"}\n', "in.jsonl:2: field `response` is missing"),
         ('{"reference": "x", "response": 5}\n', "in.jsonl:2: field `response` must be text, got 5"),
-        ('{"reference": null, "response": "x"}\n', "in.jsonl:2: field `reference` must be text, got null"),
-        ('{"reference": true, "response": "x"}\n', "in.jsonl:2: field `reference` must be text, got true"),
-        ("[]\n", "in.jsonl:2: must be an object"),
+        ('{"reference": null, "response": "x"}\n', "in.jsonl:2: field `reference` must be text or a number, got null"),
+        ('{"reference": true, "response": "x"}\n', "in.jsonl:2: field `reference` must be text or a number, got true"),
+        ("[]\n", "in.jsonl:2: not a JSON object"),
         ("{\n", "in.jsonl:2: not a line of JSON"),
     ],
 )
