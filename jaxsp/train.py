@@ -180,6 +180,7 @@ def _make_learn(run: Run, phase: Phase, optimizer: optax.GradientTransformation,
         packing,
         learner.advantage,
         learner.trajectories_per_update,
+        run.config.seed,
         reference,
     )
     return lambda state, groups: reinforce(parts, state, groups, phase.normaliser)

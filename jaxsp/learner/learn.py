@@ -1,7 +1,9 @@
 """From a step's groups to a new state: what each objective does with them, on the host and on the device."""
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ class PolicyGradient:
     Attributes:
         advantage: a name of `jaxsp.learner.advantages.ADVANTAGES`.
         trajectories_per_update: 0 for one update on everything.
+        seed: the run's; with the number of updates so far it decides which update a trajectory is in.
         reference: parameters of the reference policy; None where there is no KL term.
     """
 
@@ -37,13 +40,14 @@ class PolicyGradient:
     packing: Packing
     advantage: str
     trajectories_per_update: int
+    seed: int
     reference: Params | None = None
 
 
 def reinforce(
     parts: PolicyGradient, state: TrainState, groups: Sequence[Group], normaliser: Callable[[Group], int]
 ) -> tuple[TrainState, dict[str, float]]:
-    """The state after a step's updates on `groups`, and the metrics of the updates (means over them).
+    """The state after a step's updates on `groups`, and the metrics of the updates together.
 
     Each trajectory's sum over tokens is divided by its group's constant length: the update divides by the longest of
     these, and a shorter one is a weight. All log-probabilities under the old policy are computed before the first
@@ -58,7 +62,9 @@ def reinforce(
         for _ in trajectory.segments
     ]
     made: list[tuple[Batch, BatchStats]] = []
-    for chosen in _parcels(trajectory_ids, parts.trajectories_per_update):
+    update_of = deal_out(groups, parts.trajectories_per_update, f"{parts.seed}/{int(state['step'])}")
+    for update in range(max(update_of, default=-1) + 1):
+        chosen = [i for i, trajectory in enumerate(trajectory_ids) if update_of[trajectory] == update]
         made.append(
             make_batch(
                 [items[i] for i in chosen],
@@ -78,7 +84,7 @@ def reinforce(
     for (batch, stats), old_logprobs, reference_logprobs in zip(batches, old, reference, strict=True):
         state, metrics = parts.update(state, batch, old_logprobs, reference_logprobs, stats.num_trajectories, longest)
         rows.append({name: float(value) for name, value in metrics.items()})
-    return state, {**_means(rows), **_packing_metrics([stats for _, stats in made]), "policy/updates": len(rows)}
+    return state, {**over_updates(rows), **_packing_metrics([stats for _, stats in made]), "policy/updates": len(rows)}
 
 
 def imitate(
@@ -100,17 +106,47 @@ def imitate(
     return state, {**{name: float(value) for name, value in metrics.items()}, **_packing_metrics([stats])}
 
 
-def _parcels(trajectory_ids: Sequence[int], trajectories_per_update: int) -> list[list[int]]:
-    """Indices of items for each update: a part of every group for each, and a trajectory's segments together."""
-    num_updates = -(-len(set(trajectory_ids)) // trajectories_per_update) if trajectories_per_update else 1
-    parcels: list[list[int]] = [[] for _ in range(num_updates)]
-    for index, trajectory in enumerate(trajectory_ids):
-        parcels[trajectory % num_updates].append(index)
-    return parcels
+def deal_out(groups: Sequence[Group], trajectories_per_update: int, seed: str) -> list[int]:
+    """The update that each trajectory is in, numbered from 0, in the order of the groups and of their trajectories.
+
+    Groups and their trajectories are shuffled, then dealt out in turn: updates differ by one trajectory at most, in
+    all and in what they hold of a group. A trajectory's place in its group decides nothing: a challenger's attempts
+    stand in the order they were made in, and those before its first valid one are all invalid.
+    """
+    num_trajectories = sum(len(group.trajectories) for group in groups)
+    num_updates = -(-num_trajectories // trajectories_per_update) if trajectories_per_update else 1
+    draw = random.Random(seed)
+    numbers = iter(range(num_trajectories))
+    members = [[next(numbers) for _ in group.trajectories] for group in groups]
+    for own in members:
+        draw.shuffle(own)
+    draw.shuffle(members)
+    update_of = [0] * num_trajectories
+    for place, trajectory in enumerate(chain.from_iterable(members)):
+        update_of[trajectory] = place % num_updates
+    return update_of
 
 
-def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {name: float(np.mean([row[name] for row in rows])) for name in rows[0]} if rows else {}
+_OF_AN_UPDATE = ("policy/loss", "policy/grad_norm", "policy/update_norm", "policy/skipped", "policy/num_tokens")
+"""Metrics that say one thing of a whole update; the others are means over its targets, or `_max`."""
+
+
+def over_updates(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The metrics of a step of several updates, given those of each.
+
+    The largest of what ends in `_max`, else the mean, weighted by the number of targets where it is one over targets.
+    An update without a correlation (NaN, where probabilities do not vary) is left out of it.
+    """
+
+    def over(name: str) -> float:
+        values = np.array([row[name] for row in rows])
+        if name.endswith("_max"):
+            return float(values.max())
+        weights = np.array([1.0 if name in _OF_AN_UPDATE else row["policy/num_tokens"] for row in rows])
+        is_known = ~np.isnan(values) if name == "mismatch/pearson" else np.ones(len(rows), bool)
+        return float(np.average(values[is_known], weights=weights[is_known])) if is_known.any() else float("nan")
+
+    return {name: over(name) for name in (rows[0] if rows else ())}
 
 
 def _packing_metrics(stats: Sequence[BatchStats]) -> dict[str, float]:
