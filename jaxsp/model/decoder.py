@@ -8,6 +8,7 @@ decode faster). The forward pass returns hidden states; logits are made only whe
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -173,7 +174,8 @@ def hidden_states(
     angles = rotation_angles(sizes.rope, sizes.head_dim, positions)
 
     def apply_layer(x: Array, layer_params: Params, cache: Any) -> tuple[Array, Any]:
-        return nnx.merge(graph, layer_params)(x, angles, attend, cache)
+        with exact_products(compute_dtype):
+            return nnx.merge(graph, layer_params)(x, angles, attend, cache)
 
     if remat:
         apply_layer = jax.checkpoint(apply_layer)
@@ -192,17 +194,17 @@ def hidden_states(
     return outside(x), new_caches
 
 
+def exact_products(dtype: Any) -> AbstractContextManager[None]:
+    """Within it, products of float32 are traced as such: accelerators would round their factors to 10 bits or to 7."""
+    return jax.default_matmul_precision("highest") if dtype == jnp.float32 else nullcontext()
+
+
 def logits(params: Params, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
     """Float32 scores of every next token: products in the hidden states' dtype, sums in float32."""
-    if "lm_head" in params:
-        kernel = params["lm_head"]["kernel"].astype(hidden.dtype)
-        return jax.lax.dot_general(
-            hidden, kernel, (((hidden.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32
-        )
-    table = params["embed"].astype(hidden.dtype)
-    return jax.lax.dot_general(
-        hidden, table, (((hidden.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
+    table, axis = (params["lm_head"]["kernel"], 0) if "lm_head" in params else (params["embed"], 1)
+    contracted = (((hidden.ndim - 1,), (axis,)), ((), ()))
+    with exact_products(hidden.dtype):
+        return jax.lax.dot_general(hidden, table.astype(hidden.dtype), contracted, preferred_element_type=jnp.float32)
 
 
 def scalar_scores(
@@ -210,4 +212,5 @@ def scalar_scores(
 ) -> Float[Array, "B labels"]:
     """The score head's float32 output at an explicit token of each sequence, never at one guessed from padding."""
     last = jnp.take_along_axis(hidden, last_index[:, None, None], axis=1)[:, 0]
-    return last.astype(jnp.float32) @ params["score"]["kernel"].astype(jnp.float32)
+    with exact_products(jnp.float32):
+        return last.astype(jnp.float32) @ params["score"]["kernel"].astype(jnp.float32)

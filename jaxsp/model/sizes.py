@@ -52,7 +52,7 @@ _INERT = {
     "output_attentions", "output_hidden_states", "chunk_size_feed_forward", "is_encoder_decoder", "is_decoder",
     "add_cross_attention", "max_window_layers", "_attn_implementation_autoset", "is_llama_config",
     "transformers.js_config", "torchscript", "use_bfloat16", "task_specific_params", "finetuning_task",
-    "tokenizer_class", "prefix", "unsloth_fixed", "unsloth_version", "quantization",
+    "tokenizer_class", "prefix", "unsloth_fixed", "unsloth_version",
 }  # fmt: skip
 
 _READ = {
@@ -73,6 +73,7 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "cross_attention_hidden_size": (None,),
     "pruned_heads": ({}, None),
     "quantization_config": (None,),
+    "quantization": (None,),
 }
 
 _MODEL_TYPES = {"qwen3": True, "llama": False}

@@ -139,6 +139,7 @@ def check_tensors(
 def assemble(sizes: DecoderSizes, naming: Naming, read: ReadPart, *, dtype: Any, shardings: Params | None) -> Params:
     """The parameters, each device's shard read by itself and straight into the buffer that becomes the shard.
 
+    They are cast to `dtype`, but norm scales to float32, in which the decoder applies them and training keeps them.
     `shardings` has the shape of `init_params`; without it everything lies on the first local device. Host memory holds
     the shards of one parameter (all layers) and one part of a file's tensor at a time.
     """
@@ -146,12 +147,13 @@ def assemble(sizes: DecoderSizes, naming: Naming, read: ReadPart, *, dtype: Any,
 
     def load(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding = first) -> jax.Array:
         rule = rule_of(path)
+        own_dtype = np.float32 if rule.path[-1] == "scale" else dtype
         buffers: dict[Bounds, np.ndarray] = {}
 
         def shard(index: Any) -> np.ndarray:
             bounds = tuple(part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True))
             if bounds not in buffers:  # replicas share one buffer
-                buffers[bounds] = _read_shard(rule, leaf.shape, bounds, naming, read, dtype)
+                buffers[bounds] = _read_shard(rule, leaf.shape, bounds, naming, read, own_dtype)
             return buffers[bounds]
 
         array = jax.make_array_from_callback(leaf.shape, sharding, shard)

@@ -22,8 +22,7 @@ def attend_causally(q, k, v, cache):
 @functools.partial(jax.jit, static_argnums=0)  # equal sizes and shapes compile once in all tests
 def _hidden(sizes, params, tokens):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    with jax.default_matmul_precision("highest"):
-        return hidden_states(sizes, params, tokens, positions, attend_causally)[0]
+    return hidden_states(sizes, params, tokens, positions, attend_causally)[0]
 
 
 def full_hidden(sizes: DecoderSizes, params: Params, tokens: np.ndarray) -> jax.Array:
@@ -32,5 +31,4 @@ def full_hidden(sizes: DecoderSizes, params: Params, tokens: np.ndarray) -> jax.
 
 
 def full_logits(sizes: DecoderSizes, params: Params, tokens: np.ndarray) -> np.ndarray:
-    with jax.default_matmul_precision("highest"):
-        return np.asarray(logits(params, full_hidden(sizes, params, tokens)))
+    return np.asarray(logits(params, full_hidden(sizes, params, tokens)))

@@ -8,7 +8,7 @@ import pytest
 from model_forward import GOLDEN, full_hidden, full_logits
 
 from jaxsp.model.attention import attention
-from jaxsp.model.decoder import abstract_params, hidden_states, init_params, logical_axes, scalar_scores
+from jaxsp.model.decoder import abstract_params, hidden_states, init_params, logical_axes, logits, scalar_scores
 from jaxsp.model.hf_weights import load_hf_params
 from jaxsp.model.sizes import sizes_from_hf_config
 from jaxsp.model.source import load_params, open_model
@@ -80,6 +80,25 @@ def test_unrolled_layers_and_recomputed_layers_give_what_scanned_layers_give():
 
     np.testing.assert_allclose(run(to_sampler_layout(params, jnp.float32)), run(params), atol=1e-5)
     np.testing.assert_allclose(run(params, remat=True), run(params), atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "is_exact"), [(jnp.float32, True), (jnp.bfloat16, False)])
+def test_products_of_float32_are_exact_forward_and_backward(dtype, is_exact):
+    source = open_model(str(GOLDEN / "qwen3_untied"))
+    mask = jnp.tril(jnp.ones((1, 4, 4), bool))
+
+    def attend(q, k, v, cache):
+        return attention(q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), mask), cache
+
+    def total(params):
+        tokens, positions = jnp.zeros((1, 4), int), jnp.arange(4)[None]
+        hidden = hidden_states(source.sizes, params, tokens, positions, attend, compute_dtype=dtype, remat=True)[0]
+        return jnp.sum(logits(params, hidden))
+
+    lowered = jax.jit(jax.grad(total)).lower(abstract_params(source.sizes)).as_text()
+    products = [line for line in lowered.splitlines() if "stablehlo.dot_general" in line]
+    assert len(products) > 27  # 9 for a layer and the head, each with two gradients
+    assert {"precision = [HIGHEST, HIGHEST]" in line for line in products} == {is_exact}
 
 
 def test_every_parameter_has_one_logical_axis_per_dimension():

@@ -88,6 +88,7 @@ def test_number_of_labels_comes_from_id2label_and_is_two_without_it():
         (LLAMA, {"pretraining_tp": 2}, "pretraining_tp = 2"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config"),
+        (LLAMA, {"quantization": {"bits": 4, "group_size": 64}}, "quantization"),
         (LLAMA, {"logit_scale": 2.0}, "logit_scale = 2.0 is an attribute that this decoder does not know"),
         (LLAMA, {"sliding_window": 4096}, "sliding_window = 4096"),
         (QWEN3_8B, {"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window = True"),
