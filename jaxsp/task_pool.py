@@ -1,7 +1,8 @@
 """Every task that was proposed, with where it came from and how it was solved, as rows of an SQLite file.
 
-The file is for users too: `sqlite3 tasks.sqlite "select reason, count(*) from tasks group by reason"`. A run of several
-processes has one file for each of them (`task_pool_path`).
+The file is for users too: `sqlite3 tasks.sqlite "select reason, count(*) from tasks group by reason"`. Its table `uses`
+says in which steps a task trained the policy. A run of several processes has one file for each of them
+(`task_pool_path`).
 """
 
 import contextlib
@@ -14,20 +15,19 @@ from typing import Self
 from jaxsp.config import UserError
 from jaxsp.trajectory import Task
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _APPLICATION_ID = 0x6A787370  # "jxsp", in SQLite's header: tells a task pool from any other SQLite file
 
 _SCHEMA = (
     """create table tasks (
         task_id text primary key, text text not null, answer text not null, answer_type text not null,
         role text not null, step integer not null, policy_version integer not null, source text not null,
-        is_valid integer not null, reason text not null, solve_rate real,
-        use_count integer not null default 0, cluster integer)""",
+        is_valid integer not null, reason text not null, solve_rate real)""",
     "create index tasks_by_step on tasks (step)",
-    # What happened to a task in which step, so that a resume can undo it; solve_rate and use_count follow from it.
-    """create table history (
+    # In which steps a task trained the policy.
+    """create table uses (
         task_id text not null references tasks on delete cascade, step integer not null,
-        solve_rate real, num_uses integer not null default 0, primary key (task_id, step))""",
+        primary key (task_id, step)) without rowid""",
     f"pragma application_id = {_APPLICATION_ID}",
     f"pragma user_version = {FORMAT_VERSION}",
 )
@@ -79,48 +79,23 @@ class TaskPool:
         """Adds the tasks, in order. Raises ValueError if a `task_id` is in the pool already; then none is added."""
         columns = ", ".join(_TASK_COLUMNS)
         marks = ", ".join("?" * len(_TASK_COLUMNS))
-        tasks = list(tasks)
-        rows = [astuple(task) for task in tasks]
-        solved = [(task.task_id, task.step, task.solve_rate) for task in tasks if task.solve_rate is not None]
         with self.transaction():
             try:
-                self._database.executemany(f"insert into tasks ({columns}) values ({marks})", rows)
+                self._database.executemany(
+                    f"insert into tasks ({columns}) values ({marks})", (astuple(task) for task in tasks)
+                )
             except sqlite3.IntegrityError as error:
                 raise ValueError(f"task pool {self._path}: {error}; task ids are unique in a run") from error
-            self._database.executemany("insert into history (task_id, step, solve_rate) values (?, ?, ?)", solved)
 
-    def set_solve_rate(self, task_id: str, solve_rate: float, step: int | None = None) -> None:
-        """Records the share of right answers that was measured in `step` (None: the step that proposed the task).
-
-        The task's `solve_rate` is the one of the latest step. Raises ValueError for an unknown task or a rate outside
-        0 to 1.
-        """
-        if not 0.0 <= solve_rate <= 1.0:
-            raise ValueError(f"solve rate of task {task_id!r} is {solve_rate}, not between 0 and 1")
+    def record_uses(self, task_ids: Iterable[str], step: int) -> None:
+        """Records that the tasks were trained on in `step`. Raises ValueError if one is not in the pool."""
         with self.transaction():
-            self._database.execute(
-                "insert into history (task_id, step, solve_rate) values (?, ?, ?) "
-                "on conflict do update set solve_rate = excluded.solve_rate",
-                (task_id, self._step_of(task_id) if step is None else step, solve_rate),
-            )
-            self._refresh(task_id)
-
-    def record_use(self, task_id: str, step: int) -> None:
-        """Counts that the task was trained on in `step`. Raises ValueError for an unknown task."""
-        with self.transaction():
-            self._step_of(task_id)
-            self._database.execute(
-                "insert into history (task_id, step, num_uses) values (?, ?, 1) "
-                "on conflict do update set num_uses = num_uses + 1",
-                (task_id, step),
-            )
-            self._refresh(task_id)
-
-    def set_cluster(self, task_id: str, cluster: int | None) -> None:
-        """Puts the task into a cluster of near duplicates. Raises ValueError for an unknown task."""
-        with self.transaction():
-            self._step_of(task_id)
-            self._database.execute("update tasks set cluster = ? where task_id = ?", (cluster, task_id))
+            try:
+                self._database.executemany("insert into uses values (?, ?)", ((task_id, step) for task_id in task_ids))
+            except sqlite3.IntegrityError as error:
+                raise ValueError(
+                    f"task pool {self._path}: {error}: a use is of a task in the pool, once a step"
+                ) from error
 
     def tasks(self, step: int | None = None, is_valid: bool | None = None) -> list[Task]:
         """The tasks in the order they were added; of one step, and only valid or invalid ones, where given."""
@@ -133,36 +108,11 @@ class TaskPool:
         tasks = (Task(*row) for row in rows)
         return [replace(task, is_valid=bool(task.is_valid)) for task in tasks]  # SQLite holds it as 0 or 1
 
-    def use_count(self, task_id: str) -> int:
-        """How often the task was trained on. Raises ValueError for an unknown task."""
-        return self._one("use_count", task_id)
-
-    def cluster(self, task_id: str) -> int | None:
-        """The task's cluster of near duplicates, if it was put into one. Raises ValueError for an unknown task."""
-        return self._one("cluster", task_id)
-
-    def counts_by_reason(self, step: int | None = None) -> dict[str, int]:
-        """How many tasks there are for each reason (`ok`, or the rule that rejected them), the most frequent first."""
-        with self._errors():
-            return dict(
-                self._database.execute(
-                    "select reason, count(*) from tasks where :step is null or step = :step "
-                    "group by reason order by count(*) desc, reason",
-                    {"step": step},
-                ).fetchall()
-            )
-
     def drop_after(self, step: int) -> int:
-        """Makes the pool as it was after `step`: later tasks, solve rates and uses go. Returns how many tasks went.
-
-        Clusters are not undone. For resuming at `step`.
-        """
+        """Makes the pool as it was after `step`: later tasks and uses go. Returns how many tasks went."""
         with self.transaction():
-            num_dropped = self._database.execute("delete from tasks where step > ?", (step,)).rowcount
-            changed = self._database.execute("delete from history where step > ? returning task_id", (step,)).fetchall()
-            for task_id in {row[0] for row in changed}:
-                self._refresh(task_id)
-        return num_dropped
+            self._database.execute("delete from uses where step > ?", (step,))
+            return self._database.execute("delete from tasks where step > ?", (step,)).rowcount
 
     def __len__(self) -> int:
         with self._errors():
@@ -227,26 +177,6 @@ class TaskPool:
                 "open it with the version that wrote it"
             )
         return True
-
-    def _one(self, column: str, task_id: str):
-        with self._errors():
-            row = self._database.execute(f"select {column} from tasks where task_id = ?", (task_id,)).fetchone()
-        if row is None:
-            raise ValueError(f"task pool {self._path} has no task {task_id!r}")
-        return row[0]
-
-    def _step_of(self, task_id: str) -> int:
-        return self._one("step", task_id)
-
-    def _refresh(self, task_id: str) -> None:
-        """Brings the task's own columns in line with its history."""
-        self._database.execute(
-            "update tasks set "
-            "solve_rate = (select solve_rate from history where task_id = :id and solve_rate is not null "
-            "order by step desc limit 1), "
-            "use_count = (select coalesce(sum(num_uses), 0) from history where task_id = :id) where task_id = :id",
-            {"id": task_id},
-        )
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:

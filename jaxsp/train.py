@@ -108,7 +108,11 @@ async def _one_step(run: Run, phase: Phase, learn: Learn, arrays: Arrays, step_i
         run.engine.load(state["params"], policy_version=run.step + 1)
     run.checkpointer.check()
     run.step += 1
-    run.tasks.add(played.tasks)
+    with run.tasks.transaction():
+        run.tasks.add(played.tasks)
+        run.tasks.record_uses(played.trained_task_ids, run.step)
+    for alarm in played.alarms:
+        run.progress.log(f"warning: {alarm}")
     if played.episodes:
         run.episodes.write(run.step, played.episodes)
     times = {

@@ -49,8 +49,6 @@ def test_tasks_come_back_equal_in_order_and_by_step_and_validity(tmp_path):
         assert pool.tasks(step=9) == []
         assert all(type(task.is_valid) is bool for task in pool.tasks())
         assert len(pool) == 3
-        assert pool.counts_by_reason() == {"ok": 2, "no_box": 1}
-        assert pool.counts_by_reason(step=1) == {"ok": 1}
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -67,32 +65,25 @@ def test_each_process_has_a_file_of_its_own(tmp_path):
     assert task_pool_path(tmp_path, 3) == tmp_path / "tasks-3.sqlite"
 
 
-def test_solve_rate_is_the_latest_and_uses_are_counted(tmp_path):
+def contents(path) -> list:
+    with sqlite3.connect(path) as database:
+        return [database.execute(f"select * from {table}").fetchall() for table in ("tasks", "uses")]
+
+
+def test_uses_are_recorded_by_step(tmp_path):
     with TaskPool(tmp_path / "tasks.sqlite") as pool:
-        pool.add([make_task("a", 2), make_task("b", 2)])
-        pool.set_solve_rate("a", 0.5)
-        pool.set_solve_rate("a", 0.75, step=9)
-        pool.set_solve_rate("a", 0.625, step=5)
-        pool.record_use("a", 2)
-        pool.record_use("a", 2)
-        pool.record_use("a", 9)
-        pool.set_cluster("b", 4)
-        assert [task.solve_rate for task in pool.tasks()] == [0.75, None]
-        assert (pool.use_count("a"), pool.use_count("b")) == (3, 0)
-        assert (pool.cluster("a"), pool.cluster("b")) == (None, 4)
+        pool.add([make_task("a", 2), make_task("b", 2), make_task("c", 2)])
+        pool.record_uses(["b", "a"], 2)
+        pool.record_uses(["b"], 9)
+        pool.record_uses([], 10)
+    assert sorted(contents(tmp_path / "tasks.sqlite")[1]) == [("a", 2), ("b", 2), ("b", 9)]
 
 
 def test_dropping_after_a_step_gives_the_pool_of_that_step(tmp_path):
     def play(pool: TaskPool, step: int) -> None:
         with pool.transaction():
-            pool.add([make_task(f"{step}-{place}", step) for place in range(3)])
-            pool.set_solve_rate(f"{step}-0", step / 10)
-            pool.set_solve_rate("0-0", 1 - step / 10, step=step)
-            pool.record_use("0-0", step)
-
-    def contents(path) -> list:
-        with sqlite3.connect(path) as database:
-            return [database.execute(f"select * from {table}").fetchall() for table in ("tasks", "history")]
+            pool.add([make_task(f"{step}-{place}", step, solve_rate=step / 10) for place in range(3)])
+            pool.record_uses(["0-0", f"{step}-1"], step)
 
     with TaskPool(tmp_path / "whole.sqlite") as whole, TaskPool(tmp_path / "resumed.sqlite") as resumed:
         for step in range(4):
@@ -100,9 +91,8 @@ def test_dropping_after_a_step_gives_the_pool_of_that_step(tmp_path):
         for step in range(3):
             play(resumed, step)
         assert resumed.drop_after(1) == 3
-        assert resumed.tasks()[0].solve_rate == 0.9
-        assert resumed.use_count("0-0") == 2
         assert len(resumed) == 6
+        assert sorted(contents(tmp_path / "resumed.sqlite")[1]) == [("0-0", 0), ("0-0", 1), ("0-1", 0), ("1-1", 1)]
         for step in (2, 3):
             play(resumed, step)
     assert contents(tmp_path / "resumed.sqlite") == contents(tmp_path / "whole.sqlite")
@@ -116,20 +106,14 @@ def test_a_task_id_twice_is_refused_and_adds_nothing(tmp_path):
         assert [task.task_id for task in pool.tasks()] == ["a"]
 
 
-def test_unknown_tasks_and_impossible_rates_are_refused(tmp_path):
+def test_a_use_of_an_unknown_task_or_twice_in_a_step_is_refused_and_records_nothing(tmp_path):
     with TaskPool(tmp_path / "tasks.sqlite") as pool:
         pool.add([make_task("a")])
-        for call in (
-            lambda: pool.set_solve_rate("x", 0.5),
-            lambda: pool.record_use("x", 0),
-            lambda: pool.set_cluster("x", 0),
-            lambda: pool.use_count("x"),
-        ):
-            with pytest.raises(ValueError, match="no task 'x'"):
-                call()
-        for rate in (-0.1, 1.5, float("nan")):
-            with pytest.raises(ValueError, match="between 0 and 1"):
-                pool.set_solve_rate("a", rate)
+        for task_ids in (["a", "x"], ["a", "a"]):
+            with pytest.raises(ValueError, match="a use is of a task in the pool, once a step"):
+                pool.record_uses(task_ids, 0)
+        pool.record_uses(["a"], 0)
+    assert contents(tmp_path / "tasks.sqlite")[1] == [("a", 0)]
 
 
 def test_a_step_that_raises_leaves_nothing(tmp_path):

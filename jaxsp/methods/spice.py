@@ -11,6 +11,7 @@ Departures from the paper, in every run:
 
 Choices where the paper is silent:
 - Attempts are sampled in rounds of `spice.attempts_per_round`, and a round is finished though its first try is valid.
+- Two documents that are asked the same question train the reasoner on it once in a step.
 - Of a document with a valid attempt at least one is kept, even where the ratio of valid to invalid rounds to none.
 - A challenger's trajectory is both its calls, type and question; both are trained on.
 - A challenger's reply cut off by its token limit is never read and so invalid; a reasoner's is graded as it stands.
@@ -23,7 +24,7 @@ Departures that are off by default:
 - `warm_start`: imitation of conversations in the challenger's format comes before self-play.
 - `spice.prompts` = compact: one-line prompts for small models, with two worked examples for the reasoner.
 - `spice.is_grounded_only`: an integer task's numbers must all stand in one sentence of the document.
-- `spice.shares_answers`: tasks of a step with equal question and answer share one set of answers.
+- `spice.shares_answers`: tasks of a step with equal question, answer and type share one set of answers.
 - `spice.tasks_per_document`, `spice.prefers_mixed_tasks`: several tasks of a document train the reasoner, or rather
   those of mixed outcome than a random one.
 - `spice.challenger_reward`, `spice.trains_challenger`, `spice.trains_reasoner`: other rewards and a fixed role, which
@@ -33,7 +34,10 @@ Departures that are off by default:
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import optax
 
 from jaxsp.config import RunConfig, SpiceConfig, UsageError
@@ -45,12 +49,19 @@ from jaxsp.rollout.rewards import SOLVE_RATE_REWARDS
 from jaxsp.rollout.roles import Sampling, Setting
 from jaxsp.trajectory import Group, Trajectory
 
+TRUNCATED_ALARM_FRAC = 0.9
+"""Above it a token limit is too low for the task rather than for some replies."""
+
 
 def spice_rules(config: SpiceConfig) -> SpiceRules:
-    """The rules of play; raises `UsageError` naming a field that leaves no game."""
-    for name, least in (("group_size", 2), ("max_attempts", 1), ("attempts_per_round", 1), ("documents_per_step", 1)):
-        if getattr(config, name) < least:
-            raise UsageError(f"spice.{name} = {getattr(config, name)} must be at least {least}")
+    """The rules of play; raises `UsageError` naming fields that leave no game."""
+    num_tries = min(config.attempts_per_round, config.max_attempts)
+    if num_tries < config.group_size:
+        raise UsageError(
+            f"spice.group_size = {config.group_size}: a document's group would have only {num_tries} attempts where "
+            f"the first round holds a valid one; raise spice.attempts_per_round = {config.attempts_per_round} and "
+            f"spice.max_attempts = {config.max_attempts} to at least the group's size, or lower that"
+        )
     if config.temperature <= 0:
         raise UsageError(f"spice.temperature = {config.temperature} must be above 0: training samples its policy")
     if config.variance_tau <= 0:
@@ -74,6 +85,7 @@ def spice_rules(config: SpiceConfig) -> SpiceRules:
 def make_method(config: RunConfig, setting: Setting, corpus: Corpus, supervised) -> Method:
     """The schedule of a run. `supervised` renders a conversation as tokens and loss mask."""
     rules = spice_rules(config.spice)
+    _check_held_out(config)
     trained_roles = {
         role
         for role, trains in (
@@ -84,6 +96,7 @@ def make_method(config: RunConfig, setting: Setting, corpus: Corpus, supervised)
     }
     if not trained_roles:
         raise UsageError("spice.trains_challenger and spice.trains_reasoner are both false: nothing would be trained")
+    told: set[str] = set()
     max_tokens = {"challenger": rules.challenger.max_tokens, "reasoner": rules.reasoner.max_tokens}
 
     async def play(place: StepPlace) -> Played:
@@ -98,7 +111,9 @@ def make_method(config: RunConfig, setting: Setting, corpus: Corpus, supervised)
             on_progress=place.on_progress,
         )
         groups = tuple(group for group in played.groups if group.role in trained_roles)
-        return Played(groups, played.tasks, played.episodes, played.metrics)
+        alarms = {kind: text for kind, text in alarms_of(groups, played.metrics).items() if kind not in told}
+        told.update(alarms)
+        return replace(played, groups=groups, alarms=tuple(alarms.values()))
 
     phases = [
         Phase(
@@ -115,11 +130,32 @@ def make_method(config: RunConfig, setting: Setting, corpus: Corpus, supervised)
     return Method(tuple(phases), corpus.state, corpus.restore)
 
 
+def _check_held_out(config: RunConfig) -> None:
+    """The embedded corpus has held-out documents of its own; any other has to bring them."""
+    path = config.evaluation.documents
+    if path is None or path.partition(":")[0] == "embedded":
+        return
+    if Path(path).resolve() == Path(config.corpus.path).resolve():
+        raise UsageError(
+            f"evaluation.documents = {path} is the corpus that the run trains on (corpus.path): name held-out documents"
+        )
+
+
+def alarms_of(groups: Sequence[Group], metrics: dict[str, float]) -> dict[str, str]:
+    """What is wrong with a step that no single number of it shows to be an error: a text for each kind."""
+    alarms = {
+        role: f"{metrics[name]:.0%} of the {role}'s replies were cut off: raise spice.{role}_max_tokens ({name})"
+        for role in ("challenger", "reasoner")
+        if metrics[name := f"{role}/truncated_frac"] > TRUNCATED_ALARM_FRAC
+    }
+    if groups and all(np.ptp(group.rewards) == 0 for group in groups):
+        alarms["variance"] = "all rewards of each group are equal: nothing to learn from (learner/zero_advantage_frac)"
+    return alarms
+
+
 def _warm_start(config: RunConfig, supervised) -> Phase:
     warm_start = config.warm_start
     assert warm_start.conversations is not None
-    if warm_start.batch_size < 1:
-        raise UsageError(f"warm_start.batch_size = {warm_start.batch_size} must be at least 1")
     conversations = read_conversations(warm_start.conversations)
     return Phase(
         "warm_start",

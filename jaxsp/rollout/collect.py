@@ -67,6 +67,8 @@ class Played:
     """Every attempt, also those that were not kept."""
     episodes: list[dict[str, Any]]
     metrics: dict[str, float]
+    alarms: tuple[str, ...] = ()
+    """What the user should be told of this step."""
 
     @property
     def trained_task_ids(self) -> tuple[str, ...]:

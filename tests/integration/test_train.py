@@ -2,6 +2,7 @@
 
 import json
 import math
+import sqlite3
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from jaxsp.cli import main
 from jaxsp.config import load_config
 from jaxsp.metrics import METRIC_NAME, EpisodeLog, read_metrics
 from jaxsp.report import EvaluationLog
+from jaxsp.task_pool import task_pool_path
 from tests.integration.tiny_spice import (
     RUN_MAIN,
     SUMS,
@@ -86,7 +88,7 @@ def test_episodes_tasks_and_metrics_of_a_step_tell_the_same(first_run: Path) -> 
     rows = {row["step"]: row for row in read_metrics(first_run)}
     assert list(every) == list(range(TEACHING_STEPS + 1, TEACHING_STEPS + 5))
     assert {task.step for task in all_tasks.values()} == set(every)
-    corpus = {f"sum{x}{y}" for x, y in SUMS}
+    corpus, used = {f"sum{x}{y}" for x, y in SUMS}, set()
     for step, records in every.items():
         proposed = [record for record in records if record["role"] == "challenger"]
         answers = [record for record in records if record["role"] == "reasoner"]
@@ -117,6 +119,9 @@ def test_episodes_tasks_and_metrics_of_a_step_tell_the_same(first_run: Path) -> 
         trained = [answer for answer in answers if answer["is_trained"]]
         assert {answer["task_id"] for answer in answers} >= {answer["task_id"] for answer in trained}
         assert len(trained) in (0, 4, 8)
+        used |= {(answer["task_id"], step) for answer in trained}
+    with sqlite3.connect(task_pool_path(first_run)) as database:
+        assert set(database.execute("select task_id, step from uses")) == used != set()
 
 
 def test_there_are_evaluations_before_after_and_in_between(first_run: Path, capsys) -> None:

@@ -61,6 +61,7 @@ def write_game(directory: Path, model: Path) -> Path:
     """The corpus, the conversations, the questions and `tiny.yaml`, a config of 60 + 4 steps; returns its path."""
     documents = [{"id": f"sum{x}{y}", "text": f"{x} and {y} make {x + y}."} for x, y in SUMS]
     corpus = write_lines(directory / "corpus.jsonl", documents)
+    heldout = write_lines(directory / "heldout.jsonl", documents)
     taught = write_lines(directory / "conversations.jsonl", conversations())
     asked = [{"question": f"What is {x} + {y}?", "answer": str(x + y), "kind": f"from {x}"} for x, y in SUMS]
     questions = write_lines(directory / "questions.jsonl", asked)
@@ -98,7 +99,7 @@ sampler:
   prefill_tokens: 160
 evaluation:
   questions: {questions}
-  documents: {corpus}
+  documents: {heldout}
   every_steps: 2
   challenger_samples: 2
 verifier:
