@@ -6,14 +6,12 @@ Everyone else names what an axis means (`("embed", "heads", "head_dim")`); only 
 
 import math
 import os
-import zlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Int, Key
 
 from jaxsp.config import UsageError, UserError
 
@@ -103,6 +101,12 @@ def partition_spec(logical_axes: LogicalAxes) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
+def num_parts(mesh: Mesh, logical_axis: str | None) -> int:
+    """How many parts a dimension is split into; 1 for None."""
+    mesh_axes = LOGICAL_AXES[logical_axis] if logical_axis is not None else ()
+    return math.prod(mesh.shape[axis] for axis in mesh_axes)
+
+
 def shardings(mesh: Mesh, logical_axes: Any) -> Any:
     """The same tree with a `NamedSharding` for each tuple of logical axis names (`()` for a scalar)."""
     return jax.tree.map(lambda axes: NamedSharding(mesh, partition_spec(axes)), logical_axes, is_leaf=_is_logical_axes)
@@ -117,24 +121,11 @@ def shardable(mesh: Mesh, logical_axes: LogicalAxes, shape: Sequence[int]) -> Na
         raise ValueError(f"{len(logical_axes)} logical axes {logical_axes} for an array of shape {tuple(shape)}")
     spec = partition_spec(logical_axes)
     for name, size in zip(logical_axes, shape, strict=True):
-        mesh_axes = LOGICAL_AXES[name] if name is not None else ()
-        num_parts = math.prod(mesh.shape[axis] for axis in mesh_axes)
-        if size % num_parts:
-            named = " x ".join(f"mesh.{axis}" for axis in mesh_axes if mesh.shape[axis] > 1)
-            raise UsageError(f"{name} = {size} does not divide over {named} = {num_parts}; choose a divisor of {size}")
+        parts = num_parts(mesh, name)
+        if size % parts:
+            named = " x ".join(f"mesh.{axis}" for axis in LOGICAL_AXES[str(name)] if mesh.shape[axis] > 1)
+            raise UsageError(f"{name} = {size} does not divide over {named} = {parts}; choose a divisor of {size}")
     return NamedSharding(mesh, spec)
-
-
-def named_key(key: Key[Array, ""], name: str, *numbers: int | Int[Array, ""]) -> Key[Array, ""]:
-    """A key of its own for each name and numbers: `fold_in(key, crc32(name))`, then `fold_in` of each number in turn.
-
-    A new consumer of randomness never changes another's stream, as splitting would. Numbers are 0 or more and under
-    2^32.
-    """
-    key = jax.random.fold_in(key, zlib.crc32(name.encode()))
-    for number in numbers:
-        key = jax.random.fold_in(key, number)
-    return key
 
 
 def initialize_distributed(timeout_s: int = 300) -> bool:

@@ -22,7 +22,7 @@ from jaxsp.evaluate import evaluate_challenger, evaluate_reasoner
 from jaxsp.learner.learn import Packing, PolicyGradient, imitate, reinforce
 from jaxsp.learner.state import TrainState, make_optimizer
 from jaxsp.learner.update import make_logprobs_fn, make_update, make_warm_start_update
-from jaxsp.mesh import initialize_distributed, partition_spec
+from jaxsp.mesh import initialize_distributed, num_parts, partition_spec
 from jaxsp.methods.phase import Phase, StepPlace
 from jaxsp.model.decoder import Params
 from jaxsp.report import print_report
@@ -163,9 +163,7 @@ def _make_learn(run: Run, phase: Phase, optimizer: optax.GradientTransformation,
         "param_shardings": run.param_shardings,
         "batch_sharding": jax.sharding.NamedSharding(mesh, partition_spec((None, "batch"))),
     }
-    packing = Packing(
-        learner.row_tokens, learner.rows_per_microbatch, row_multiple=mesh.shape["data"] * mesh.shape["fsdp"]
-    )
+    packing = Packing(learner.row_tokens, learner.rows_per_microbatch, row_multiple=num_parts(mesh, "batch"))
     sizes = run.text.source.sizes
     if phase.objective == "imitate":
         return functools.partial(imitate, make_warm_start_update(sizes, optimizer, **common), packing)

@@ -1,14 +1,11 @@
-"""The mesh, the table of logical axes, named random keys, and several processes that wait for each other."""
+"""The mesh, the table of logical axes, and several processes that wait for each other."""
 
 import os
 import socket
 import subprocess
 import sys
-import zlib
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
@@ -22,7 +19,6 @@ from jaxsp.mesh import (
     is_main_process,
     make_mesh,
     mesh_sizes,
-    named_key,
     partition_spec,
     shardings,
 )
@@ -31,13 +27,15 @@ EIGHT_DEVICES = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxsp.config import UsageError
-from jaxsp.mesh import make_mesh, partition_spec, shardable, shardings
+from jaxsp.mesh import make_mesh, num_parts, shardable
 
 mesh = make_mesh(2, -1, 1, 1, 2)
 assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "context": 1, "expert": 1, "tensor": 2}, mesh
 assert mesh.axis_types == (AxisType.Auto,) * 5
 assert sorted(device.id for device in mesh.devices.flat) == list(range(8))
 assert make_mesh(1, -1, 1, 1, 1, devices=jax.devices()[:3]).devices.shape == (1, 3, 1, 1, 1)
+
+assert [num_parts(mesh, name) for name in ("batch", "embed", "layers", None)] == [4, 2, 1, 1]
 
 weight = jax.device_put(np.arange(4 * 2 * 3, dtype=np.float32).reshape(4, 2, 3),
                         shardable(mesh, ("embed", "kv_heads", "head_dim"), (4, 2, 3)))
@@ -183,21 +181,6 @@ def test_shardings_keep_the_tree_and_see_named_tuples_as_containers():
     assert result["states"][0] == optax.EmptyState()
     assert result["states"][1]["mu"].spec == PartitionSpec("fsdp")
     assert jax.tree.structure(result["states"]) == jax.tree.structure((optax.EmptyState(), {"mu": 0}))
-
-
-def test_named_keys_depend_on_name_and_numbers_alone():
-    key = jax.random.key(7)
-
-    def data(key) -> tuple:
-        return tuple(np.asarray(jax.random.key_data(key)).tolist())
-
-    expected = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, zlib.crc32(b"sampler")), 3), 5)
-    assert data(named_key(key, "sampler", 3, 5)) == data(expected)
-    assert data(jax.jit(lambda step: named_key(key, "sampler", step, 5))(jnp.int32(3))) == data(expected)
-    numbers = ((), (0,), (1,), (0, 1), (1, 0))
-    keys = [named_key(key, name, *chosen) for name in ("sampler", "corpus") for chosen in numbers]
-    assert len({data(key) for key in keys}) == len(keys)
-    assert data(named_key(key, "sampler", 2**32 - 1)) != data(named_key(key, "sampler", 0))
 
 
 def test_one_process_neither_joins_nor_waits(monkeypatch):
