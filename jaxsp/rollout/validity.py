@@ -8,8 +8,16 @@ from collections import Counter
 
 from jaxsp.rollout.prompts import Proposal
 
+_POINTING = r"(?:provided|following|above|below|given|attached|preceding|previous|accompanying|aforementioned)"
+_SOURCE = r"(?:texts?|passages?|documents?|articles?|story|stories|paragraphs?|excerpts?|authors?(?! of\b))"
+_REPORT = r"(?:study|studies|reports?|research|sources?|data|information|sections?|chapters?|figures?|tables?)"
+_PICTURE = r"(?:figures?|tables?)"
 _REFERS_TO_SOURCE = re.compile(
-    r"\b(the|this|given|above) (text|passage|document|article|story|paragraph|author|excerpt)\b|\baccording to the\b",
+    rf"\b(?:(?:the|this|that|these|those)(?: {_POINTING}){{0,2}}|given|above|following) {_SOURCE}\b"
+    rf"|\baccording to (?:the|this|that|these|those)(?: [\w-]+){{0,2}} {_REPORT}\b"
+    # A table is a piece of furniture too.
+    rf"|\b(?:the|this|these)(?: {_POINTING}){{1,2}} {_PICTURE}\b|\b{_PICTURE} (?:above|below|shows?|lists?)\b"
+    rf"|\bin (?:the |this |these )?{_PICTURE}\b",
     re.IGNORECASE,
 )
 _INTEGER = re.compile(r"-?[0-9]{1,15}")
@@ -42,7 +50,7 @@ def rejection_reason(proposal: Proposal, document: str, is_grounded_only: bool) 
         return "not_unicode"
     if len(question) > MAX_QUESTION_CHARACTERS:
         return "too_long"
-    if _REFERS_TO_SOURCE.search(question):
+    if _REFERS_TO_SOURCE.search(" ".join(question.split())):
         return "refers_to_source"
     return _TYPE_RULES[proposal.answer_type](question, answer) or (
         _grounding_reason(proposal, document) if is_grounded_only and proposal.answer_type == "integer" else None

@@ -45,6 +45,51 @@ def test_a_well_formed_task_is_valid(question, answer, answer_type):
 
 
 @pytest.mark.parametrize(
+    "question",
+    [
+        "According to the provided passage, who ran?",
+        "In the provided passage, who ran?",
+        "What does the following text say?",
+        "What is told in these two\nparagraphs and those documents?",
+        "In the given\nattached documents, who ran?",
+        "What do the passages have in common?",
+        "Which stories? The stories tell it.",
+        "Given text and numbers, what is x?",
+        "Who is named in the text above?",
+        "What does the figure show in the table below?",
+        "What do the following tables list?",
+        "Which value in the table is the largest?",
+        "How many cases are in Figure 3?",
+        "The table shows sales. What is their sum?",
+        "According to the data, what is x?",
+        "According to this recent report, what is x?",
+        "What do the authors claim?",
+    ],
+)
+def test_a_question_that_leans_on_its_source_is_rejected(question):
+    assert reason(question, "7", "integer") == "refers_to_source"
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        "According to the Pythagorean theorem, how long is c if a = 3 and b = 4?",
+        "According to the ideal gas law, by what factor does the volume grow?",
+        "Five plates lie on the table and 2 more are brought. How many plates are there?",
+        "How many legs do a table and 3 chairs have?",
+        "Eight guests sit at table 4. How many more sit at a round table of 15?",
+        "How many novels did the author of Emma finish?",
+        "What is the following number in 1, 3, 5?",
+        "Ann wrote a story of 7 pages. How many pages is it?",
+        "She figures that 3 and 4 make what?",
+        "How many articles does a constitution of 3 parts with 7 articles each have?",
+    ],
+)
+def test_a_question_that_only_shares_words_with_a_source_is_valid(question):
+    assert reason(question, "7", "integer") is None
+
+
+@pytest.mark.parametrize(
     ("question", "answer", "answer_type", "expected"),
     [
         ("", "7", "integer", "empty_question"),
