@@ -101,7 +101,14 @@ class Segment:
 
 
 def segment_from_completion(request: GenerateRequest, completion: Completion) -> Segment:
-    """One segment of one turn: the request's tokens observed, the completion's tokens sampled and trained on."""
+    """One segment of one turn: the request's tokens observed, the completion's tokens sampled and trained on.
+
+    Raises ValueError naming the field if the request cut the distribution off: its log-probabilities are then of the
+    tokens that were left, and no ratio to the learner's, which are of the whole vocabulary, means anything.
+    """
+    for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+        if request.temperature > 0 and (value := getattr(request, name)) != off:
+            raise ValueError(f"{name} = {value} renormalises behaviour_logprobs: train on samples with {name} = {off}")
     num_prompt, num_sampled = len(request.tokens), len(completion.tokens)
     end = num_prompt + num_sampled
     return Segment(
