@@ -46,8 +46,8 @@ def tiny_engine(
 ) -> Engine:
     engine = make_engine(
         SIZES, num_slots=num_slots, max_context=settings.pop("max_context", 128), decode_chunk=decode_chunk,
-        prefill_tokens=prefill_tokens, compute_dtype=jnp.float32, decode_text=settings.pop("decode_text", text_of),
-        **settings,
+        prefill_tokens=prefill_tokens, compute_dtype=settings.pop("compute_dtype", jnp.float32),
+        decode_text=settings.pop("decode_text", text_of), **settings,
     )  # fmt: skip
     engine.load(tiny_params() if params is None else params, policy_version=3)
     return engine
