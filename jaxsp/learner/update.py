@@ -81,22 +81,8 @@ def make_update(
     data axes) parameters, moments and gradients stay sharded.
     """
     forward = _make_forward(sizes, compute_dtype, logits_chunk, remat)
-
-    def loss(logprobs: jax.Array, batch: Batch, extras: Any) -> jax.Array:
-        old, reference, denominator = extras
-        total = clipped_surrogate(
-            logprobs,
-            jax.lax.stop_gradient(logprobs) if old is None else old,
-            batch.behaviour_logprobs,
-            batch.advantages * batch.weights,  # the surrogate is linear in the size of the advantage
-            batch.target_mask,
-            clip_low=clip_low,
-            clip_high=clip_high,
-            importance_cap=importance_cap,
-        )
-        if reference is not None:
-            total += kl_coef * k3_kl(logprobs, reference, batch.target_mask, batch.weights)
-        return total / denominator
+    bounds = {"clip_low": clip_low, "clip_high": clip_high}
+    loss = _policy_loss(**bounds, importance_cap=importance_cap, kl_coef=kl_coef)
 
     def update(
         state: TrainState,
@@ -125,7 +111,7 @@ def make_update(
         metrics = {
             "policy/loss": loss(logprobs, batch, (old, reference, denominator)),
             "policy/num_tokens": jnp.sum(mask).astype(jnp.float32),
-            **policy_metrics(logprobs, entropy, old, batch.advantages, mask, clip_low=clip_low, clip_high=clip_high),
+            **policy_metrics(logprobs, entropy, old, batch.advantages, mask, **bounds),
             **mismatch_metrics(old, batch.behaviour_logprobs, mask, importance_cap=importance_cap),
         }
         if reference is not None:
@@ -167,6 +153,31 @@ def make_warm_start_update(
         return _apply(optimizer, state, gradients, metrics, param_shardings)
 
     return _jit_update(update, sizes, optimizer, param_shardings, batch_sharding, num_arrays=1, num_counts=1)
+
+
+def _policy_loss(*, clip_low: float, clip_high: float, importance_cap: float, kl_coef: float) -> Loss:
+    """The surrogate and, where there are reference log-probabilities, the KL term.
+
+    Its extras are old and reference log-probabilities, either may be None, and the denominator.
+    """
+
+    def loss(logprobs: jax.Array, batch: Batch, extras: Any) -> jax.Array:
+        old, reference, denominator = extras
+        total = clipped_surrogate(
+            logprobs,
+            jax.lax.stop_gradient(logprobs) if old is None else old,
+            batch.behaviour_logprobs,
+            batch.advantages * batch.weights,  # the surrogate is linear in the size of the advantage
+            batch.target_mask,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            importance_cap=importance_cap,
+        )
+        if reference is not None:
+            total += kl_coef * k3_kl(logprobs, reference, batch.target_mask, batch.weights)
+        return total / denominator
+
+    return loss
 
 
 def _make_forward(sizes: DecoderSizes, compute_dtype: Any, logits_chunk: int, remat: bool) -> Forward:
