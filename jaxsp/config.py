@@ -3,6 +3,8 @@
 `None` means off. Nothing derived is stored. Leaf functions take values, never a config.
 """
 
+import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,8 +118,8 @@ class SpiceConfig:
     ] = "gaussian_variance"
     prompts: Literal["full", "compact"] = "full"
     temperature: float = 1.0
-    challenger_max_tokens: int = 4096
-    reasoner_max_tokens: int = 4096
+    challenger_max_tokens: int = 1024
+    reasoner_max_tokens: int = 1024
     is_grounded_only: bool = False
     """Also ask that all numbers of an integer question and its answer stand in one sentence of the document."""
     shares_answers: bool = False
@@ -134,7 +136,8 @@ class SpiceConfig:
 class CorpusConfig:
     path: str = "embedded"
     """JSONL or Parquet with a `text` column, a folder of .txt files, `embedded` or `embedded:TOPIC`."""
-    max_segment_tokens: int = 5992
+    max_segment_tokens: int = 2048
+    """Longer documents are cut. Prompt, segment and reply must fit `sampler.max_context` and `learner.row_tokens`."""
 
 
 @dataclass(frozen=True)
@@ -180,29 +183,74 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 
-_AT_LEAST = {
-    "learner.trajectories_per_update": 0,
-    "learner.length_normaliser": 1,
-    "learner.row_tokens": 1,
-    "learner.rows_per_microbatch": 1,
-    "learner.logits_chunk": 1,
-    "warm_start.num_steps": 0,
-    "warm_start.batch_size": 1,
-    "spice.num_steps": 0,
-    "spice.documents_per_step": 1,
-    "spice.group_size": 2,
-    "spice.max_attempts": 1,
-    "spice.attempts_per_round": 1,
-    "spice.tasks_per_document": 1,
-    "spice.challenger_max_tokens": 1,
-    "spice.reasoner_max_tokens": 1,
-    "evaluation.every_steps": 0,
-    "evaluation.num_samples": 1,
-    "evaluation.challenger_samples": 1,
-    "verifier.num_workers": 1,
-    "checkpoint.every_steps": 1,
-    "checkpoint.keep": 1,
+@dataclass(frozen=True)
+class _Bounds:
+    """The values from `least` (above it if `is_open`) and below `end`; NaN is none of them."""
+
+    least: float
+    is_open: bool = False
+    end: float | None = None
+
+    def __contains__(self, value: float) -> bool:
+        return (value > self.least if self.is_open else value >= self.least) and (self.end is None or value < self.end)
+
+    def __str__(self) -> str:
+        words = [] if self.least == -math.inf else [f"{'above' if self.is_open else 'at least'} {self.least}"]
+        if self.end is not None:
+            words.append("finite" if self.end == math.inf else f"below {self.end}")
+        return " and ".join(words)
+
+
+_COUNT, _NATURAL = _Bounds(1), _Bounds(0)
+_RATE, _SHARE = _Bounds(0, end=math.inf), _Bounds(0, end=1)
+_POSITIVE = _Bounds(0, is_open=True, end=math.inf)
+_CAP = _Bounds(0, is_open=True)
+"""Infinity switches it off."""
+
+_BOUNDS = {
+    "sampler.num_slots": _COUNT,
+    "sampler.max_context": _COUNT,
+    "sampler.decode_chunk": _COUNT,
+    "sampler.prefill_tokens": _COUNT,
+    "learner.learning_rate": _RATE,
+    "learner.beta1": _SHARE,
+    "learner.beta2": _SHARE,
+    "learner.weight_decay": _RATE,
+    "learner.max_grad_norm": _CAP,
+    "learner.clip_low": _RATE,
+    "learner.clip_high": _NATURAL,
+    "learner.importance_cap": _CAP,
+    "learner.kl_coef": _RATE,
+    "learner.trajectories_per_update": _NATURAL,
+    "learner.length_normaliser": _COUNT,
+    "learner.row_tokens": _COUNT,
+    "learner.rows_per_microbatch": _COUNT,
+    "learner.logits_chunk": _COUNT,
+    "warm_start.num_steps": _NATURAL,
+    "warm_start.batch_size": _COUNT,
+    "warm_start.learning_rate": _RATE,
+    "spice.num_steps": _NATURAL,
+    "spice.documents_per_step": _COUNT,
+    "spice.group_size": _Bounds(2),
+    "spice.max_attempts": _COUNT,
+    "spice.attempts_per_round": _COUNT,
+    "spice.variance_tau": _POSITIVE,
+    "spice.invalid_reward": _Bounds(-math.inf, is_open=True, end=math.inf),
+    "spice.temperature": _POSITIVE,
+    "spice.challenger_max_tokens": _COUNT,
+    "spice.reasoner_max_tokens": _COUNT,
+    "spice.tasks_per_document": _COUNT,
+    "corpus.max_segment_tokens": _COUNT,
+    "evaluation.every_steps": _NATURAL,
+    "evaluation.num_samples": _COUNT,
+    "evaluation.temperature": _RATE,
+    "evaluation.challenger_samples": _COUNT,
+    "verifier.num_workers": _COUNT,
+    "verifier.timeout_s": _POSITIVE,
+    "checkpoint.every_steps": _COUNT,
+    "checkpoint.keep": _COUNT,
 }
+"""Every number but the mesh's and the seed, whose signs mean something."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -225,12 +273,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     except Exception as error:  # YAML's own parse errors share no base class with OmegaConf's
         raise UsageError(f"config {path} is not readable YAML: {' '.join(str(error).split())}") from error
     assert isinstance(config, RunConfig)
-    for name, least in _AT_LEAST.items():
-        value: Any = config
-        for part in name.split("."):
-            value = getattr(value, part)
-        if value is not None and value < least:
-            raise UsageError(f"{name} = {value} must be at least {least}")
+    for name, bounds in _BOUNDS.items():
+        value = operator.attrgetter(name)(config)
+        if value is not None and value not in bounds:
+            raise UsageError(f"{name} = {value} must be {bounds}")
     return config
 
 

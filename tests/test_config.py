@@ -1,11 +1,13 @@
 """Configs: one file in, overrides on top, every key and type checked, and the same config out again."""
 
 import dataclasses
+import math
+import operator
 from pathlib import Path
 
 import pytest
 
-from jaxsp.config import ModelConfig, RunConfig, UsageError, dump_config, load_config
+from jaxsp.config import _BOUNDS, ModelConfig, RunConfig, UsageError, dump_config, load_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 FILES = sorted(CONFIGS.rglob("*.yaml"))
@@ -51,6 +53,14 @@ def test_a_dumped_config_loads_as_itself(path: Path, tmp_path: Path) -> None:
     assert load_config(tmp_path / "config.yaml") == config
 
 
+def test_every_number_has_bounds_and_a_cap_may_be_infinite(path: Path) -> None:
+    numbers = [name for name in fields(RunConfig) if type(operator.attrgetter(name)(RunConfig())) in (int, float)]
+    without = [name for name in numbers if name not in _BOUNDS]
+    assert without == ["seed", "mesh.data", "mesh.fsdp", "mesh.context", "mesh.expert", "mesh.tensor"]
+    learner = load_config(path, ["learner.importance_cap=.inf", "learner.max_grad_norm=.inf"]).learner
+    assert learner.importance_cap == learner.max_grad_norm == math.inf
+
+
 def test_a_config_cannot_be_changed(path: Path) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         load_config(path).seed = 4  # pyright: ignore[reportAttributeAccessIssue]
@@ -71,6 +81,17 @@ def test_a_config_cannot_be_changed(path: Path) -> None:
         ("checkpoint.keep=0", r"checkpoint\.keep = 0 must be at least 1"),
         ("learner.trajectories_per_update=-1", r"learner\.trajectories_per_update = -1 must be at least 0"),
         ("spice.group_size=1", r"spice\.group_size = 1 must be at least 2"),
+        ("sampler.num_slots=0", r"sampler\.num_slots = 0 must be at least 1"),
+        ("spice.temperature=0", r"spice\.temperature = 0\.0 must be above 0 and finite"),
+        ("spice.invalid_reward=.nan", r"spice\.invalid_reward = nan must be finite"),
+        ("learner.learning_rate=-1e-6", r"learner\.learning_rate = -1e-06 must be at least 0 and finite"),
+        ("learner.beta2=1", r"learner\.beta2 = 1\.0 must be at least 0 and below 1"),
+        ("learner.max_grad_norm=0", r"learner\.max_grad_norm = 0\.0 must be above 0"),
+        ("learner.clip_low=-0.2", r"learner\.clip_low = -0\.2 must be at least 0"),
+        ("learner.importance_cap=0", r"learner\.importance_cap = 0\.0 must be above 0"),
+        ("learner.kl_coef=-0.1", r"learner\.kl_coef = -0\.1 must be at least 0"),
+        ("evaluation.temperature=-1", r"evaluation\.temperature = -1\.0 must be at least 0"),
+        ("verifier.timeout_s=0", r"verifier\.timeout_s = 0\.0 must be above 0"),
     ],
 )
 def test_an_unknown_key_or_a_wrong_type_is_named(path: Path, override: str, message: str) -> None:

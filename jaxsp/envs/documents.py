@@ -187,7 +187,12 @@ def _segment(document: Document, lengths: Sequence[int], epoch: int, seed: int) 
 def _open_source(path: str | Path) -> _Source:
     name, _, topic = str(path).partition(":")
     if name == "embedded":
-        return _JsonLines(EMBEDDED_CORPUS, topic or None)
+        source = _JsonLines(EMBEDDED_CORPUS, topic or None)
+        if not len(source):
+            lines = EMBEDDED_CORPUS.read_text("utf-8").splitlines()
+            topics = ", ".join(dict.fromkeys(json.loads(line)["topic"] for line in lines))
+            raise UserError(f"corpus.path = {path}: the embedded corpus has no topic {topic!r}; it has {topics}")
+        return source
     path = Path(path)
     if path.is_dir():
         return _TextFolder(path)

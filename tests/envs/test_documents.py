@@ -183,6 +183,11 @@ def test_unreadable_corpora_are_refused_by_name(tmp_path):
         open_here(tmp_path / "two.jsonl", process_count=3)
 
 
+def test_a_topic_that_the_embedded_corpus_lacks_is_named_with_those_it_has():
+    with pytest.raises(UserError, match=r"corpus\.path = embedded:cooking: .* no topic 'cooking'; it has quantities, "):
+        open_here("embedded:cooking")
+
+
 def test_the_embedded_corpus_opens_by_name():
     corpus = open_here("embedded", max_segment_tokens=64)
     assert corpus.num_documents > 0
