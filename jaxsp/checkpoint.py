@@ -191,14 +191,6 @@ class Checkpointer:
                 self._raise_damaged(step, f"{name} is not what was saved", None)
         return functools.reduce(lambda tree, key: tree[key], place, restored["arrays"])
 
-    def drop_after(self, step: int) -> list[int]:
-        """Deletes the checkpoints of later steps, which a run that goes on from `step` will write anew."""
-        later = [other for other in self.steps() if other > step]
-        if is_main_process():
-            for other in later:
-                self._delete(other)
-        return later
-
     def _read_record(self, step: int) -> dict[str, Any]:
         self.wait()  # the step asked for may be the one being saved
         steps = self.steps()
