@@ -55,14 +55,21 @@ def score(model: FoundModel, inputs: Sequence[Input], write: Callable[[Scores], 
     forward = _score_forward(sizes, model.config.compute_dtype)
     for start in range(0, len(sequences), _WINDOW):
         window = sequences[start : start + _WINDOW]
-        for result in _score_window(forward, params, window):
+        for result in _score_window(forward, params, window, sizes.max_positions):
             write(result)
 
 
-def _score_window(forward: Any, params: Params, sequences: Sequence[tuple[int, ...]]) -> list[Scores]:
+def padded_length(num_tokens: int, max_positions: int) -> int:
+    """Tokens of the row that an input is computed in: a power of 2 from 32, at most what the model was made for."""
+    return min(max(_SHORTEST, 1 << (num_tokens - 1).bit_length()), max_positions)
+
+
+def _score_window(
+    forward: Any, params: Params, sequences: Sequence[tuple[int, ...]], max_positions: int
+) -> list[Scores]:
     by_length: dict[int, list[int]] = {}
     for index, tokens in enumerate(sequences):
-        length = max(_SHORTEST, 1 << (len(tokens) - 1).bit_length())
+        length = padded_length(len(tokens), max_positions)
         by_length.setdefault(length, []).append(index)
     results: dict[int, Scores] = {}
     for length, indices in by_length.items():

@@ -15,7 +15,7 @@ from jaxsp.model.attention import forest_attention
 from jaxsp.model.decoder import hidden_states, logits
 from jaxsp.model.hf_weights import export_hf
 from jaxsp.model.source import open_model
-from jaxsp.scoring import Scores, score
+from jaxsp.scoring import Scores, padded_length, score
 from jaxsp.trajectory import Completion, GenerateRequest
 from tests.tiny import GOLDEN, tiny_params, write_tiny_model, write_tiny_run
 
@@ -153,3 +153,8 @@ def test_an_export_scores_in_bfloat16_as_the_run_does(directory: Path, tmp_path:
         scores(found(path, "bfloat16"), [[1, 2, 3, 4, 5]]) for path in (tmp_path / "export", directory / "run")
     )
     assert ours == theirs
+
+
+def test_an_input_is_never_padded_beyond_what_the_model_was_made_for() -> None:
+    assert [padded_length(count, 40_960) for count in (1, 33, 20_000, 32_769)] == [32, 64, 32_768, 40_960]
+    assert padded_length(5, 8) == 8

@@ -42,8 +42,10 @@ def attention(
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, num_queries, num_heads, head_dim).astype(values.dtype)
 
 
-MAX_CHUNKS = 16
-"""Chunks are unrolled, so their number bounds the size of the program."""
+QUERY_CHUNK = 256
+"""Queries whose scores exist at one time."""
+MAX_SPANS = 16
+"""Spans of a row are unrolled, so their number bounds the size of the program."""
 
 
 def forest_attention(
@@ -51,21 +53,50 @@ def forest_attention(
     k: Float[Array, "B L K H"],
     v: Float[Array, "B L K H"],
     visible_until: Int[Array, "B L"],
-    query_chunk: int = 256,
+    query_chunk: int = QUERY_CHUNK,
 ) -> Float[Array, "B L N H"]:
     """Attention of a row in depth-first order (module docstring), `query_chunk` queries at a time.
 
-    A chunk looks at the keys up to its own end, which saves half of the work, and its scores exist for that chunk
-    only, forward and backward. Rows of more than `MAX_CHUNKS` chunks get longer ones.
+    The row is cut into at most `MAX_SPANS` spans of whole chunks. A span looks at the keys up to its own end, which
+    saves nearly half of the work, and scores exist for one chunk only, forward and backward.
     """
     length = q.shape[1]
     keys, values = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-    query_chunk = max(query_chunk, -(-length // MAX_CHUNKS))
+    num_chunks = -(-length // query_chunk)
+    span = -(-num_chunks // MAX_SPANS) * query_chunk
 
-    def one_chunk(start: int) -> Array:
-        end = min(start + query_chunk, length)
-        queries = jnp.arange(start, end)[None, :, None]
-        mask = (jnp.arange(end) <= queries) & (queries < visible_until[:, None, :end])
-        return jax.checkpoint(attention)(q[:, start:end], keys[:, :, :end], values[:, :, :end], mask)
+    def one_span(start: int) -> Array:
+        end = min(start + span, length)
+        index = jnp.arange(start, end)
+        return chunked_attention(
+            q[:, start:end], keys[:, :, :end], values[:, :, :end], index, visible_until[:, :end], query_chunk
+        )
 
-    return jnp.concatenate([one_chunk(start) for start in range(0, length, query_chunk)], axis=1)
+    return jnp.concatenate([one_span(start) for start in range(0, length, span)], axis=1)
+
+
+def chunked_attention(
+    q: Float[Array, "B L N H"],
+    keys: Float[Array, "B K S H"],
+    values: Float[Array, "B K S H"],
+    index: Int[Array, " L"],
+    visible_until: Int[Array, "B S"],
+    query_chunk: int = QUERY_CHUNK,
+) -> Float[Array, "B L N H"]:
+    """`attention` of the queries with these indices among S keys, `query_chunk` of them at a time."""
+    length, num_keys = q.shape[1], keys.shape[2]
+
+    @jax.checkpoint
+    def one_chunk(queries: Array, index: Array) -> Array:
+        index = index[None, :, None]
+        mask = (jnp.arange(num_keys) <= index) & (index < visible_until[:, None])
+        return attention(queries, keys, values, mask)
+
+    if length <= query_chunk:
+        return one_chunk(q, index)
+    num_whole = length // query_chunk
+    end = num_whole * query_chunk
+    whole = q[:, :end].reshape(q.shape[0], num_whole, query_chunk, *q.shape[2:])
+    chunks = jnp.moveaxis(whole, 1, 0), index[:end].reshape(num_whole, query_chunk)
+    out = jnp.moveaxis(jax.lax.map(lambda chunk: one_chunk(*chunk), chunks), 0, 1).reshape(q[:, :end].shape)
+    return out if end == length else jnp.concatenate([out, one_chunk(q[:, end:], index[end:])], axis=1)

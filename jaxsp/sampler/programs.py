@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxsp.model import decoder
-from jaxsp.model.attention import attention
+from jaxsp.model.attention import attention, chunked_attention
 from jaxsp.model.decoder import Params
 from jaxsp.model.sizes import DecoderSizes
 from jaxsp.sampler.sampling import sample_tokens
@@ -102,17 +102,16 @@ def _prefill(
     `hidden` is carried from call to call and takes a row's hidden state when `last_index`, its last prompt token, is
     among these positions. Tokens after it are padding: what they write is overwritten before anything reads it.
     """
-    num_prompts, length = tokens.shape
+    length = tokens.shape[1]
     positions = start + jnp.arange(length)
-    mask = jnp.arange(cache[0][0].shape[2])[None, None] <= positions[None, :, None]
+    until_the_end = jnp.full((len(tokens), cache[0][0].shape[2]), cache[0][0].shape[2])
 
     def attend(q: Array, k: Array, v: Array, entry: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
         keys, values = (
             jax.lax.dynamic_update_slice_in_dim(old, jnp.swapaxes(new, 1, 2), start, axis=2)
             for old, new in zip(entry, (k, v), strict=True)
         )
-        rows_mask = jnp.broadcast_to(mask, (num_prompts, *mask.shape[1:]))
-        return attention(q, keys, values, rows_mask), (keys, values)
+        return chunked_attention(q, keys, values, positions, until_the_end), (keys, values)
 
     states, cache = decoder.hidden_states(
         sizes, params, tokens, jnp.broadcast_to(positions, tokens.shape), attend, cache, compute_dtype=compute_dtype

@@ -65,21 +65,25 @@ def test_hidden_states_of_a_packed_forest_equal_those_of_separate_sequences():
         np.testing.assert_allclose(packed[0, np.array(path)], alone[0], atol=1e-5)
 
 
-@pytest.mark.parametrize("query_chunk", [2, 4, 8, 5])
-def test_chunks_of_queries_change_neither_result_nor_gradient(query_chunk):
+def test_chunks_and_spans_of_queries_change_neither_result_nor_gradient(monkeypatch):
     q, k, v = random_qkv(4, 16)
     until = jnp.array([[16] * 16, [9] * 9 + [16] * 7])
 
-    def run(args, chunk):
-        return forest_attention(args[0], args[1], args[2], until, chunk)
+    def run(query_chunk, max_spans):
+        monkeypatch.setattr(module, "MAX_SPANS", max_spans)
 
-    def total(args, chunk):
-        return jnp.sum(jnp.sin(run(args, chunk)))
+        def total(q, k, v):
+            out = module.forest_attention(q, k, v, until, query_chunk)
+            return jnp.sum(jnp.sin(out)), out
 
-    gradient = jax.jit(jax.grad(total), static_argnums=1)
-    np.testing.assert_allclose(run((q, k, v), query_chunk), run((q, k, v), 512), atol=1e-6)
-    for chunked, whole in zip(gradient((q, k, v), query_chunk), gradient((q, k, v), 512), strict=True):
-        np.testing.assert_allclose(chunked, whole, rtol=1e-6, atol=1e-6)
+        return jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+
+    (gradients, out) = run(16, 1)
+    for query_chunk, max_spans in ((4, 16), (5, 16), (2, 2), (3, 2)):
+        found_gradients, found = run(query_chunk, max_spans)
+        np.testing.assert_allclose(found, out, atol=1e-6)
+        for chunked, whole in zip(found_gradients, gradients, strict=True):
+            np.testing.assert_allclose(chunked, whole, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("lengths", [[5, 1, 3], [2, 7]])

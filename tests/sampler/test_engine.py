@@ -191,10 +191,14 @@ def test_the_whole_context_can_be_used():
     assert len(completion.tokens) == 10
 
 
-def test_the_cache_grows_under_running_rows():
+SHORT_SHORT_LONG = ((5, 25), (5, 3), (290, 10))
+"""Tokens of prompt and answer."""
+
+
+def test_the_cache_grows_under_a_running_row_for_a_prompt_of_more_than_one_query_chunk():
     params = tiny_params()
-    engine = tiny_engine(params, max_context=300)
-    requests = [GenerateRequest(prompt(0, 245), 0, 20), *(GenerateRequest(prompt(i, 5), i, 25) for i in (1, 2))]
+    engine = tiny_engine(params, num_slots=2, max_context=512, prefill_tokens=512)
+    requests = [GenerateRequest(prompt(i, length), i, count) for i, (length, count) in enumerate(SHORT_SHORT_LONG)]
     for request, completion in zip(requests, generate_all(engine, requests), strict=True):
         chosen = reference_logprobs(params, request, completion.tokens)
         chosen = chosen[np.arange(request.max_tokens), list(completion.tokens)]
