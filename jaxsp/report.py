@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -47,7 +48,7 @@ class EvaluationLog:
             step,
             [*({"role": "reasoner", **row} for row in answers), *({"role": "challenger", **row} for row in attempts)],
         )
-        row = {"step": step, "rows": {name: dataclasses.asdict(value) for name, value in estimates.items()}}
+        row = {"step": step, "rows": {name: _as_row(value) for name, value in estimates.items()}}
         self._replace([*self.rows(), row])
         return {f"evaluation/{_as_metric_name(name)}_frac": value.mean for name, value in estimates.items()}
 
@@ -81,6 +82,17 @@ def _named_estimates(reasoner: ReasonerReport | None, challenger: ChallengerRepo
             estimates["challenger right"] = challenger.right
         estimates["challenger distinct"] = challenger.distinct
     return estimates
+
+
+def _as_row(value: Estimate) -> dict[str, float | None]:
+    """The fields as JSON has them: None for NaN."""
+    return {name: None if math.isnan(each) else each for name, each in dataclasses.asdict(value).items()}
+
+
+def _from_row(row: Mapping[str, Any]) -> Estimate:
+    """What `_as_row` was given."""
+    mean, error = (math.nan if row[name] is None else row[name] for name in ("mean", "error"))
+    return Estimate(mean, error, row["count"])
 
 
 def print_report(run_dir: Path, seconds: Mapping[str, float], console: Console) -> None:
@@ -131,8 +143,8 @@ def print_reasoner(report: ReasonerReport, console: Console) -> None:
 def reasoner_row(report: ReasonerReport) -> dict[str, Any]:
     """The same for machines: `overall` and `kinds` with `mean`, `error`, `count`; `status_fracs`; `truncated_frac`."""
     return {
-        "overall": dataclasses.asdict(report.overall),
-        "kinds": {kind: dataclasses.asdict(value) for kind, value in report.kinds.items()},
+        "overall": _as_row(report.overall),
+        "kinds": {kind: _as_row(value) for kind, value in report.kinds.items()},
         "status_fracs": report.status_fracs,
         "truncated_frac": report.truncated_frac,
     }
@@ -160,7 +172,7 @@ def _evaluation_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
     for name in ("n", "before", "after", "change"):
         table.add_column(name, justify="right")
     for name, values in before["rows"].items():
-        first, last = Estimate(**values), Estimate(**after["rows"].get(name, values))
+        first, last = _from_row(values), _from_row(after["rows"].get(name, values))
         error = (first.error**2 + last.error**2) ** 0.5
         change = f"{100 * (last.mean - first.mean):+5.1f} ± {100 * error:4.1f}"
         table.add_row(name, str(first.count), str(first), str(last), change)
