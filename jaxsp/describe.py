@@ -12,26 +12,27 @@ from rich.table import Table
 from jaxsp.config import RunConfig, dump_config
 from jaxsp.learner.batch import row_lengths
 from jaxsp.learner.state import make_optimizer
-from jaxsp.mesh import make_mesh, shardable, shardings
+from jaxsp.mesh import num_parts, shardings
 from jaxsp.model.decoder import abstract_params, logical_axes
 from jaxsp.model.sizes import DecoderSizes
-from jaxsp.policy import open_text_side
-from jaxsp.run import abstract_arrays
+from jaxsp.policy import sampler_mesh
+from jaxsp.run import abstract_arrays, open_parts
 from jaxsp.sampler.scheduler import context_buckets, prompt_buckets, row_buckets
+from jaxsp.sampler.weight_sync import sampler_shardings
+from jaxsp.verifiers.verify import make_verifier_pool
 
 
 def describe(config: RunConfig, console: Console) -> None:
     """Prints the resolved config, then what it amounts to on the devices there are; reads no weights.
 
-    Raises `UserError` as a run would for a model, a tokenizer or a mesh that cannot be used.
+    Raises `UserError` as a run would for what the config names and for what does not fit together.
     """
-    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.context, config.mesh.expert, config.mesh.tensor)
-    text = open_text_side(config.model)
-    sizes = text.source.sizes
+    parts = open_parts(config, make_verifier_pool(config.verifier.num_workers, config.verifier.timeout_s))
+    mesh, text, sizes = parts.mesh, parts.text, parts.text.source.sizes
     memory = memory_estimate(config, sizes, mesh)
     num_params = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(sizes)))
     devices = list(mesh.devices.flat)
-    max_context = min(config.sampler.max_context, sizes.max_positions)
+    num_splits, num_copies = num_parts(parts.sampler_mesh, "heads"), num_parts(parts.sampler_mesh, "batch")
 
     def line(name: str, value: Any) -> None:
         console.print(f"{name:<22}{value}", highlight=False, markup=False, soft_wrap=True)
@@ -42,8 +43,13 @@ def describe(config: RunConfig, console: Console) -> None:
     line("mesh", ", ".join(f"{name} {size}" for name, size in mesh.shape.items()))
     line("devices", f"{len(devices)} x {devices[0].device_kind}: {_listed([str(device) for device in devices])}")
     line("learner row lengths", _listed(sorted(row_lengths(config.learner.row_tokens))))
+    line(
+        "sampler split",
+        f"{num_splits} part{'s' if num_splits > 1 else ''} of weights and cache, on {num_copies} "
+        f"device{'s' if num_copies > 1 else ''} each",
+    )
     line("sampler rows", _listed(row_buckets(config.sampler.num_slots)))
-    line("sampler contexts", _listed(context_buckets(max_context)))
+    line("sampler contexts", _listed(context_buckets(config.sampler.max_context)))
     line("sampler prompts", _listed(prompt_buckets(config.sampler.prefill_tokens)))
     console.print(_memory_table(memory, devices[0]))
 
@@ -51,17 +57,23 @@ def describe(config: RunConfig, console: Console) -> None:
 def memory_estimate(config: RunConfig, sizes: DecoderSizes, mesh: jax.sharding.Mesh) -> dict[str, int]:
     """Bytes on each device of what a run holds, by name; the last is what an update adds for a moment, roughly.
 
-    Raises `UsageError` naming the dimension that does not divide over the mesh.
+    The learner's arrays lie on `mesh`, the sampler's on the `sampler_mesh` of its devices.
     """
     axes = logical_axes(sizes)
-    jax.tree.map(lambda shape, names: shardable(mesh, names, shape.shape), abstract_params(sizes), axes)
     has_reference = config.learner.kl_coef > 0
     placed = abstract_arrays(sizes, make_optimizer(config.learner.learning_rate), shardings(mesh, axes), has_reference)
     params = placed["state"]["params"]
     compute_bytes = jnp.dtype(config.model.compute_dtype).itemsize
-    max_context = min(config.sampler.max_context, sizes.max_positions)
-    cache_values = 2 * sizes.num_layers * sizes.num_kv_heads * sizes.head_dim * max_context * config.sampler.num_slots
-    num_rows = -(-config.learner.rows_per_microbatch // (mesh.shape["data"] * mesh.shape["fsdp"]))
+    num_slots, max_context = config.sampler.num_slots, config.sampler.max_context
+    decoding = sampler_mesh(mesh, sizes)
+    weights = jax.tree.map(
+        lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
+        abstract_params(sizes),
+        shardings(decoding, axes),
+    )
+    _, kv_sharding = sampler_shardings(sizes, decoding)
+    layer_cache = kv_sharding.shard_shape((num_slots, sizes.num_kv_heads, max_context, sizes.head_dim))
+    num_rows = -(-config.learner.rows_per_microbatch // num_parts(mesh, "batch"))
     layer_inputs = num_rows * config.learner.row_tokens * sizes.embed_dim * (sizes.num_layers + 1)
     logits = 2 * config.learner.logits_chunk * sizes.vocab_size
     return {
@@ -69,8 +81,8 @@ def memory_estimate(config: RunConfig, sizes: DecoderSizes, mesh: jax.sharding.M
         "gradients": _device_bytes(params),
         "optimizer moments": _device_bytes(placed["state"]["opt_state"]),
         "reference": _device_bytes(placed["reference"]),
-        f"sampler weights ({config.model.compute_dtype})": _device_bytes(params, compute_bytes),
-        f"KV cache ({config.sampler.num_slots} x {max_context} tokens)": cache_values * compute_bytes,
+        f"sampler weights ({config.model.compute_dtype})": _device_bytes(weights, compute_bytes),
+        f"KV cache ({num_slots} x {max_context} tokens)": 2 * sizes.num_layers * math.prod(layer_cache) * compute_bytes,
         "activations of an update": layer_inputs * compute_bytes + logits * 4,
     }
 

@@ -10,15 +10,16 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxsp.chat import Renderer, make_renderer
+from jaxsp.chat import Renderer
 from jaxsp.checkpoint import Checkpointer
-from jaxsp.config import ModelConfig, RunConfig, UserError, load_config
+from jaxsp.config import ModelConfig, RunConfig, SamplerConfig, UserError, load_config
 from jaxsp.model.decoder import Params, abstract_params
 from jaxsp.model.hf_weights import check_new_directory, export_hf
 from jaxsp.model.sizes import DecoderSizes
 from jaxsp.model.source import ModelSource, load_params, open_model, tokenizer_path
+from jaxsp.policy import make_sampler, open_renderer
 from jaxsp.rollout.seeds import derive_seed
-from jaxsp.sampler.engine import Engine, make_engine
+from jaxsp.sampler.engine import Engine
 from jaxsp.tokenizer import Tokenizer, load_tokenizer
 from jaxsp.trajectory import Completion, GenerateRequest
 
@@ -104,28 +105,11 @@ def load_weights(model: FoundModel) -> Params:
 
 def open_engine(model: FoundModel, tokenizer: Tokenizer, num_slots: int = NUM_SLOTS) -> Engine:
     """A sampler with the model's weights, for contexts as long as the model was made for."""
-    engine = make_engine(
-        model.source.sizes,
-        num_slots=num_slots,
-        max_context=model.source.sizes.max_positions,
-        decode_chunk=16,
-        prefill_tokens=min(2048, model.source.sizes.max_positions),
-        compute_dtype=model.config.compute_dtype,
-        decode_text=tokenizer.decode,
-    )
+    longest = model.source.sizes.max_positions
+    sampler = SamplerConfig(num_slots=num_slots, max_context=longest, prefill_tokens=min(2048, longest))
+    engine = make_sampler(model.source.sizes, tokenizer, sampler, model.config.compute_dtype)
     engine.load(load_weights(model), policy_version=model.step or 0)
     return engine
-
-
-def open_renderer(model: FoundModel, tokenizer: Tokenizer) -> Renderer:
-    """The model's chat format. Raises `UsageError` if the tokenizer cannot speak it."""
-    return make_renderer(
-        tokenizer,
-        model.config.renderer,
-        model.config.thinking,
-        eos_ids=model.source.eos_ids,
-        default_system=model.config.system_prompt,
-    )
 
 
 # Inputs --------------------------------------------------------------------------------------------------------------
@@ -253,7 +237,7 @@ def sample(
     """
     tokenizer = load_tokenizer(tokenizer_path(model.source))
     has_chat = options.is_chat or any(prompt.field == "messages" for prompt in prompts)
-    renderer = open_renderer(model, tokenizer) if has_chat else None
+    renderer = open_renderer(model.config, model.source, tokenizer) if has_chat else None
     reader = TextReader(model.source.sizes, tokenizer, renderer, options.is_chat)
     requests = [
         request for index, prompt in enumerate(prompts) for request in _requests(model, reader, prompt, index, options)
@@ -311,12 +295,16 @@ def export_run(run_dir: Path, directory: Path, step: int | None, dtype: Literal[
     check_new_directory(directory)
     model = find_model(str(run_dir), compute_dtype="float32", step=step)
     source, tokenizer = model.source, tokenizer_path(model.source)
-    export_hf(load_weights(model), source.sizes, source.config, directory, dtype=dtype, tokenizer_from=tokenizer)
     settings = asdict(model.config)
     chat = {name: settings[name] for name in ("renderer", "thinking", "system_prompt")}
-    try:
-        (directory / CHAT_FILE).write_text(json.dumps(chat, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{directory / CHAT_FILE} cannot be written: {error.strerror}; free space there") from error
+    export_hf(
+        load_weights(model),
+        source.sizes,
+        source.config,
+        directory,
+        dtype=dtype,
+        tokenizer_from=tokenizer,
+        extra_files={CHAT_FILE: json.dumps(chat, indent=2) + "\n"},
+    )
     assert model.step is not None
     return model.step

@@ -1,10 +1,14 @@
 """A model opened for use: its weights' source, tokenizer, chat format and sampler, from one name."""
 
+import math
 from dataclasses import dataclass
+
+from jax.sharding import Mesh
 
 from jaxsp.chat import Renderer, make_renderer
 from jaxsp.config import ModelConfig, SamplerConfig, UsageError
 from jaxsp.model.decoder import Params
+from jaxsp.model.sizes import DecoderSizes
 from jaxsp.model.source import ModelSource, open_model, tokenizer_path
 from jaxsp.rollout.prompts import PromptSet, Proposal
 from jaxsp.rollout.roles import Setting
@@ -25,34 +29,61 @@ class TextSide:
     renderer: Renderer
 
 
-def open_text_side(model: ModelConfig) -> TextSide:
-    """Reads config and tokenizer of `model.name`; no weights. Raises `UserError` naming what cannot be read."""
-    source = open_model(model.name)
+def open_text_side(model: ModelConfig, source: ModelSource | None = None) -> TextSide:
+    """Reads config and tokenizer of `model.name` (`source`, where it is open already); no weights.
+
+    Raises `UserError` naming what cannot be read.
+    """
+    source = open_model(model.name) if source is None else source
     tokenizer = load_tokenizer(tokenizer_path(source))
-    renderer = make_renderer(
+    return TextSide(source, tokenizer, open_renderer(model, source, tokenizer))
+
+
+def open_renderer(model: ModelConfig, source: ModelSource, tokenizer: Tokenizer) -> Renderer:
+    """The model's chat format. Raises `UsageError` if the tokenizer cannot speak it."""
+    return make_renderer(
         tokenizer,
         model.renderer,
         model.thinking,
         eos_ids=source.eos_ids,
         default_system=model.system_prompt,
     )
-    return TextSide(source, tokenizer, renderer)
 
 
-def make_sampler(text: TextSide, sampler: SamplerConfig, compute_dtype: str) -> Engine:
+def make_sampler(
+    sizes: DecoderSizes, tokenizer: Tokenizer, sampler: SamplerConfig, compute_dtype: str, mesh: Mesh | None = None
+) -> Engine:
     """A sampler for the model, without weights: `load` them before the first request.
 
-    `sampler.max_context` beyond what the model was made for is cut to that.
+    It decodes on `mesh` (`sampler_mesh` makes it; None: on the first device). Raises `UsageError` where
+    `sampler.max_context` is more than the model was made for.
     """
+    if sampler.max_context > sizes.max_positions:
+        raise UsageError(
+            f"sampler.max_context = {sampler.max_context} is more than the {sizes.max_positions} positions that the "
+            f"model was made for; set it to {sizes.max_positions} or less"
+        )
     return make_engine(
-        text.source.sizes,
+        sizes,
         num_slots=sampler.num_slots,
-        max_context=min(sampler.max_context, text.source.sizes.max_positions),
+        max_context=sampler.max_context,
         decode_chunk=sampler.decode_chunk,
         prefill_tokens=sampler.prefill_tokens,
         compute_dtype=compute_dtype,
-        decode_text=text.tokenizer.decode,
+        decode_text=tokenizer.decode,
+        mesh=mesh,
     )
+
+
+def sampler_mesh(mesh: Mesh, sizes: DecoderSizes) -> Mesh:
+    """The learner's devices, in their order, as the sampler uses them.
+
+    Heads, MLP and vocabulary are split over as many of them as divide these, so that no weights travel while tokens
+    are decoded; where devices are left, each part of weights and cache has copies on several.
+    """
+    num_parts = math.gcd(mesh.size, sizes.num_heads, sizes.num_kv_heads, sizes.mlp_dim, sizes.vocab_size)
+    shape = {**dict.fromkeys(mesh.axis_names, 1), "data": mesh.size // num_parts, "tensor": num_parts}
+    return Mesh(mesh.devices.reshape(tuple(shape.values())), mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def make_setting(text: TextSide, generate: Generate, prompts: PromptSet, pool: ProcessPool) -> Setting:

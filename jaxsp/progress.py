@@ -13,7 +13,10 @@ from rich.text import Text
 
 @dataclass
 class _Bar:
-    """Something that is counted up: `done` of `total` units, of which `skipped` were done before the run started."""
+    """Something that is counted up: `done` of `total` units, of which `skipped` were done before the run started.
+
+    `spent_s` is what the others took; None: all the time since `started_s`.
+    """
 
     name: str
     unit: str
@@ -21,11 +24,17 @@ class _Bar:
     done: int
     started_s: float
     skipped: int = 0
+    spent_s: float | None = None
+
+    @property
+    def num_left(self) -> int:
+        return self.total - self.done
 
     def pace_s(self, now_s: float) -> float | None:
-        """Seconds per unit since the start, or None before the first unit."""
+        """Mean seconds per unit, or None before the first unit."""
         num_units = self.done - self.skipped
-        return (now_s - self.started_s) / num_units if num_units > 0 else None
+        spent_s = now_s - self.started_s if self.spent_s is None else self.spent_s
+        return spent_s / num_units if num_units > 0 else None
 
 
 class Progress:
@@ -33,15 +42,16 @@ class Progress:
 
     On a terminal these are bars that stay up to date. Elsewhere (a pipe, a log file) a line is printed when a phase
     begins and at least every `interval_s` seconds, also while nothing is reported, with time elapsed and time left.
-    The time left is the number of steps left times the mean duration of the phase's steps so far (before the phase's
-    first step: of the run's).
+    The time left is the number of steps left times the mean duration of the phase's steps so far; what lies between
+    steps, such as an evaluation, is in neither. Nobody knows it before the phase's first step, nor how long steps of
+    a later phase take: it is `?` then, with the phase's own time behind it.
 
     Example::
 
         with Progress(80, "spice") as progress:
             progress.phase("joint", 80)
             progress.activity("challenger samples", 12, 32)
-            progress.advance(reward=0.31)
+            progress.advance(12.3, reward=0.31)
 
     Args:
         total_steps: steps of the whole run, those before a resume included.
@@ -97,7 +107,7 @@ class Progress:
     def phase(self, name: str, num_steps: int, done: int = 0) -> None:
         """Begins a phase of `num_steps` steps, `done` of them before a resume."""
         with self._lock:
-            self._phase = _Bar(name, "step", num_steps, done, time.monotonic(), skipped=done)
+            self._phase = _Bar(name, "step", num_steps, done, time.monotonic(), skipped=done, spent_s=0.0)
             self._activity = None
             self._show()
         if self._ticker is not None:
@@ -111,12 +121,13 @@ class Progress:
             self._activity.done, self._activity.total = done, total
             self._show()
 
-    def advance(self, **stats: float | str) -> None:
-        """One step is done; `stats` are shown beside it until the next one."""
+    def advance(self, duration_s: float, **stats: float | str) -> None:
+        """One step of the phase is done, which took `duration_s`; `stats` are shown beside it until the next one."""
         with self._lock:
+            assert self._phase is not None and self._phase.spent_s is not None
             self._steps.done += 1
-            if self._phase is not None:
-                self._phase.done += 1
+            self._phase.done += 1
+            self._phase.spent_s += duration_s
             self._activity = None
             self._stats = stats
             self._show()
@@ -137,8 +148,13 @@ class Progress:
             return ", ".join([*parts, self._times(now_s), *self._shown_stats()])
 
     def _times(self, now_s: float) -> str:
-        pace_s = (self._phase and self._phase.pace_s(now_s)) or self._steps.pace_s(now_s)
-        left = "?" if pace_s is None else _clock(pace_s * (self._steps.total - self._steps.done))
+        phase = self._phase
+        pace_s = None if phase is None else phase.pace_s(now_s)
+        left = "?"
+        if phase is not None and pace_s is not None:
+            left = _clock(pace_s * phase.num_left)
+            if phase.num_left < self._steps.num_left:
+                left = f"? ({left} of {phase.name})"
         return f"{_rate(pace_s, 'step')}elapsed {_clock(now_s - self._steps.started_s)}, left {left}"
 
     def _shown_stats(self) -> list[str]:
@@ -174,7 +190,7 @@ class Progress:
             if bar is None:
                 return ""
             pace_s = bar.pace_s(now_s)
-            left = "" if pace_s is None else f"left {_clock(pace_s * (bar.total - bar.done))}"
+            left = "" if pace_s is None else f"left {_clock(pace_s * bar.num_left)}"
             return f"{bar.done}/{bar.total}  {_rate(pace_s, bar.unit)}{left}"
 
     def _tick(self) -> None:

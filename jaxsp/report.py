@@ -1,20 +1,44 @@
 """What a run says at its end: evaluations before and after, each with its standard error, and where the time went."""
 
 import dataclasses
+import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from jaxsp.config import UserError
 from jaxsp.evaluate import ChallengerReport, Estimate, ReasonerReport
 from jaxsp.metrics import EpisodeLog, cannot_write, read_metrics, read_rows, write_atomically
 
 FILE_NAME = "evaluations.jsonl"
+SECONDS_NAME = "seconds.json"
+"""Wall time per part of a run, over all its sittings, what a kill made it do again included."""
+
+
+def read_seconds(run_dir: Path) -> dict[str, float]:
+    """Seconds per part; {} where the run has not come to write any. Raises `UserError` for a damaged file."""
+    path = run_dir / SECONDS_NAME
+    try:
+        return {str(part): float(value) for part, value in json.loads(path.read_bytes()).items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} does not hold the seconds of a run ({error}); delete it") from error
+
+
+def write_seconds(run_dir: Path, seconds: Mapping[str, float]) -> None:
+    """Replaces the file. Raises `UserError` if the disk refuses."""
+    path = run_dir / SECONDS_NAME
+    try:
+        write_atomically(path, json.dumps(seconds).encode() + b"\n")
+    except OSError as error:
+        raise cannot_write(path, error) from error
 
 
 class EvaluationLog:
@@ -28,7 +52,7 @@ class EvaluationLog:
         self._texts = EpisodeLog(run_dir, folder="evaluations")
 
     def rows(self) -> list[dict[str, Any]]:
-        """`{"step": int, "rows": {name: {"mean", "error", "count"}}}` for each evaluation, in order.
+        """`{"step": int, "rows": {name: {"mean", "error", "count"}}}` for each evaluation, in order; None is no value.
 
         A last line without its end, which a killed run leaves, is left out. Raises `UserError` for any other bad line.
         """
@@ -40,7 +64,7 @@ class EvaluationLog:
     def write(
         self, step: int, reasoner: ReasonerReport | None, challenger: ChallengerReport | None
     ) -> dict[str, float]:
-        """Writes the texts, then appends the evaluation; returns its means as scalars for the metrics."""
+        """Writes the texts, then appends the evaluation; returns its means, those that are numbers, as scalars."""
         estimates = _named_estimates(reasoner, challenger)
         answers = answer_rows(reasoner) if reasoner is not None else ()
         attempts = challenger.rows if challenger is not None else ()
@@ -50,7 +74,8 @@ class EvaluationLog:
         )
         row = {"step": step, "rows": {name: _as_row(value) for name, value in estimates.items()}}
         self._replace([*self.rows(), row])
-        return {f"evaluation/{_as_metric_name(name)}_frac": value.mean for name, value in estimates.items()}
+        tags = _metric_names(estimates)
+        return {tags[name]: value.mean for name, value in estimates.items() if math.isfinite(value.mean)}
 
     def drop_after(self, step: int) -> None:
         """Forgets evaluations of later steps, which a resumed run makes anew."""
@@ -65,9 +90,31 @@ class EvaluationLog:
             raise cannot_write(self._path, error) from error
 
 
-def _as_metric_name(name: str) -> str:
-    """`reasoner accuracy Year 7` -> `reasoner_accuracy_year_7`: kinds of questions are the user's words."""
-    return re.sub(r"[^a-z0-9]+", "_", name.lower())
+def _metric_names(names: Iterable[str]) -> dict[str, str]:
+    """`reasoner accuracy Year 7` -> `evaluation/reasoner_accuracy_year_7_frac`: kinds are the user's words.
+
+    Where two names come out alike, the later ones get a number: `..._c_frac`, `..._c_2_frac`.
+    """
+    taken: dict[str, str] = {}
+    for name in names:
+        words = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+        numbered = itertools.chain([words], (f"{words}_{number}" for number in itertools.count(2)))
+        tags = (f"evaluation/{each}_frac" for each in numbered)
+        taken[next(tag for tag in tags if tag not in taken)] = name
+    return {name: tag for tag, name in taken.items()}
+
+
+def _as_row(value: Estimate) -> dict[str, float | None]:
+    """The fields as JSON has them: None for NaN."""
+    return {name: None if math.isnan(each) else each for name, each in dataclasses.asdict(value).items()}
+
+
+def _from_row(row: Mapping[str, Any] | None) -> Estimate:
+    """What `_as_row` was given; of a row that is not there, no value."""
+    if row is None:
+        return Estimate(math.nan, math.nan, 0)
+    mean, error = (math.nan if row[name] is None else row[name] for name in ("mean", "error"))
+    return Estimate(mean, error, row["count"])
 
 
 def _named_estimates(reasoner: ReasonerReport | None, challenger: ChallengerReport | None) -> dict[str, Estimate]:
@@ -84,22 +131,12 @@ def _named_estimates(reasoner: ReasonerReport | None, challenger: ChallengerRepo
     return estimates
 
 
-def _as_row(value: Estimate) -> dict[str, float | None]:
-    """The fields as JSON has them: None for NaN."""
-    return {name: None if math.isnan(each) else each for name, each in dataclasses.asdict(value).items()}
-
-
-def _from_row(row: Mapping[str, Any]) -> Estimate:
-    """What `_as_row` was given."""
-    mean, error = (math.nan if row[name] is None else row[name] for name in ("mean", "error"))
-    return Estimate(mean, error, row["count"])
-
-
-def print_report(run_dir: Path, seconds: Mapping[str, float], console: Console) -> None:
+def print_report(run_dir: Path, console: Console) -> None:
     """Prints the first and the last evaluation side by side, the sampler's rate and the seconds per part."""
+    seconds = read_seconds(run_dir)
     evaluations = EvaluationLog(run_dir).rows()
     if evaluations:
-        console.print(_evaluation_table(evaluations[0], evaluations[-1]))
+        console.print(_evaluation_table(evaluations[0], evaluations[-1] if evaluations[1:] else None))
     else:
         console.print("no evaluation yet")
     table = Table(title="Time", title_justify="left")
@@ -166,15 +203,24 @@ def answer_rows(report: ReasonerReport) -> Iterator[dict[str, Any]]:
         }
 
 
-def _evaluation_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
+def _evaluation_table(before: dict[str, Any], after: dict[str, Any] | None) -> Table:
+    """What is not in one of the evaluations, and the change that it takes part in, is `-`."""
     table = Table(title="Held-out evaluation, mean ± standard error", title_justify="left")
     table.add_column("")
     for name in ("n", "before", "after", "change"):
         table.add_column(name, justify="right")
-    for name, values in before["rows"].items():
-        first, last = _from_row(values), _from_row(after["rows"].get(name, values))
-        error = (first.error**2 + last.error**2) ** 0.5
-        change = f"{100 * (last.mean - first.mean):+5.1f} ± {100 * error:4.1f}"
-        table.add_row(name, str(first.count), str(first), str(last), change)
-    table.caption = f"before: step {before['step']}, after: step {after['step']}"
+    rows_after = {} if after is None else after["rows"]
+    for name in {**before["rows"], **rows_after}:
+        first, last = _from_row(before["rows"].get(name)), _from_row(rows_after.get(name))
+        counts = dict.fromkeys(str(each.count) for each in (first, last) if each.count)
+        table.add_row(name, ", ".join(counts) or "0", str(first), str(last), _change(first, last))
+    table.caption = f"before: step {before['step']}, after: {'not yet' if after is None else f'step {after["step"]}'}"
     return table
+
+
+def _change(first: Estimate, last: Estimate) -> str:
+    """The difference of two independent means in points of a hundred, with its standard error."""
+    difference, error = last.mean - first.mean, math.hypot(first.error, last.error)
+    if math.isnan(difference):
+        return "-"
+    return f"{100 * difference:+5.1f}" + ("" if math.isnan(error) else f" ± {100 * error:4.1f}")

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import functools
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def train(config: RunConfig, run_dir: Path, *, is_resume: bool, console: Console
         should_stop = stack.enter_context(_stop_signals())
         is_done = asyncio.run(_run_schedule(run, should_stop))
     if is_done:
-        print_report(run_dir, run.seconds, console)
+        print_report(run_dir, console)
     return is_done
 
 
@@ -75,37 +76,41 @@ async def _run_schedule(run: Run, should_stop: Callable[[], bool]) -> bool:
     """Every phase from where the run stands; False if it was asked to stop before the end."""
     arrays: Arrays | None = None
     first_step = 0
-    for number, phase in enumerate(run.method.phases):
+    for number, phase in enumerate(run.parts.method.phases):
         last_step = first_step + phase.num_steps
-        is_last_phase = number == len(run.method.phases) - 1
+        is_last_phase = number == len(run.parts.method.phases) - 1
         if run.step < last_step or (is_last_phase and run.step == last_step):
             arrays, learn = _enter_phase(run, phase, None if arrays is None else arrays.state["params"], first_step)
             run.progress.phase(phase.name, phase.num_steps, done=run.step - first_step)
-            while run.step < last_step:
-                await _evaluate_if_due(run, phase, first_step)
-                arrays = await _one_step(run, phase, learn, arrays, run.step - first_step)
-                is_stopping = should_stop() and not (is_last_phase and run.step == last_step)
-                if is_stopping or run.step == last_step or run.step % run.config.checkpoint.every_steps == 0:
+            while run.step < last_step or _is_evaluation_due(run, phase, run.step - first_step):
+                if _is_evaluation_due(run, phase, run.step - first_step) and not should_stop():
+                    await _evaluate(run)
+                if run.step < last_step and not should_stop():
+                    arrays = await _one_step(run, phase, learn, arrays, run.step - first_step)
+                is_regular = run.step == last_step or run.step % run.config.checkpoint.every_steps == 0
+                if run.step and (is_regular or should_stop()):
                     with run.measure("checkpoint"):
-                        save_checkpoint(run, number, arrays)
-                if is_stopping:
+                        save_checkpoint(run, arrays)
+                run.write_seconds()
+                is_over = run.step == last_step and not _is_evaluation_due(run, phase, phase.num_steps)
+                if should_stop() and not (is_last_phase and is_over):
                     return False
         first_step = last_step
-    await _evaluate_if_due(run, run.method.phases[-1], run.step)
     return True
 
 
 async def _one_step(run: Run, phase: Phase, learn: Learn, arrays: Arrays, step_in_phase: int) -> Arrays:
     """Plays, learns, and hands the weights on; then writes the step's records."""
+    start_s = time.monotonic()
     seconds_before = dict(run.seconds)
-    run.engine.reset_stats()
+    run.parts.engine.reset_stats()
     with run.measure("rollout"):
         played = await phase.play(StepPlace(run.step, step_in_phase, run.config.seed, run.progress.activity))
     with run.measure("update"):
         run.progress.activity("update", 0, 1)
         state, learned = learn(arrays.state, played.groups)
     with run.measure("sync"):
-        run.engine.load(state["params"], policy_version=run.step + 1)
+        run.parts.engine.load(state["params"], policy_version=run.step + 1)
     run.checkpointer.check()
     run.step += 1
     with run.tasks.transaction():
@@ -118,9 +123,9 @@ async def _one_step(run: Run, phase: Phase, learn: Learn, arrays: Arrays, step_i
     times = {
         f"time/{part}_s": run.seconds[part] - seconds_before.get(part, 0.0) for part in ("rollout", "update", "sync")
     }
-    sampled = run.engine.stats() if played.episodes else {}
+    sampled = run.parts.engine.stats() if played.episodes else {}
     run.metrics.write(run.step, {**played.metrics, **learned, **sampled, **times})
-    run.progress.advance(**_shown(played, learned))
+    run.progress.advance(time.monotonic() - start_s, **_shown(played, learned))
     return Arrays(state, arrays.reference)
 
 
@@ -151,20 +156,20 @@ def _enter_phase(run: Run, phase: Phase, params: Params | None, first_step: int)
             arrays = begin_phase(run, optimizer, restore_params(run), has_reference)
         else:
             arrays = begin_phase(run, optimizer, params, has_reference)
-        run.engine.load(arrays.state["params"], policy_version=run.step)
+        run.parts.engine.load(arrays.state["params"], policy_version=run.step)
     return arrays, _make_learn(run, phase, optimizer, arrays.reference)
 
 
 def _make_learn(run: Run, phase: Phase, optimizer: optax.GradientTransformation, reference: Params | None) -> Learn:
-    learner, mesh = run.config.learner, run.mesh
+    learner, mesh = run.config.learner, run.parts.mesh
     common = {
         "compute_dtype": jnp.dtype(run.config.model.compute_dtype),
         "logits_chunk": learner.logits_chunk,
-        "param_shardings": run.param_shardings,
+        "param_shardings": run.parts.param_shardings,
         "batch_sharding": jax.sharding.NamedSharding(mesh, partition_spec((None, "batch"))),
     }
     packing = Packing(learner.row_tokens, learner.rows_per_microbatch, row_multiple=num_parts(mesh, "batch"))
-    sizes = run.text.source.sizes
+    sizes = run.parts.text.source.sizes
     if phase.objective == "imitate":
         return functools.partial(imitate, make_warm_start_update(sizes, optimizer, **common), packing)
     update = make_update(
@@ -188,29 +193,33 @@ def _make_learn(run: Run, phase: Phase, optimizer: optax.GradientTransformation,
     return lambda state, groups: reinforce(parts, state, groups, phase.normaliser)
 
 
-async def _evaluate_if_due(run: Run, phase: Phase, due_step: int) -> None:
-    """Evaluates before the step `due_step`, and every `evaluation.every_steps` steps of self-play, once each."""
-    config = run.config.evaluation
-    is_regular = config.every_steps > 0 and run.step % config.every_steps == 0
-    is_due = (run.step == due_step or is_regular) and phase.objective == "reinforce"
-    if not is_due or not (run.questions or run.documents) or run.evaluations.has(run.step):
-        return
-    seed = run.config.seed
+def _is_evaluation_due(run: Run, phase: Phase, num_done: int) -> bool:
+    """Once before and after self-play, and every `evaluation.every_steps` of its steps; `num_done` are done."""
+    every = run.config.evaluation.every_steps
+    is_place = num_done in (0, phase.num_steps) or (every > 0 and num_done % every == 0)
+    is_wanted = phase.objective == "reinforce" and bool(run.parts.questions or run.parts.documents)
+    return is_wanted and is_place and not run.evaluations.has(run.step)
+
+
+async def _evaluate(run: Run) -> None:
+    """Evaluates both roles as the config says, and writes down what came out."""
+    config, seed, parts = run.config.evaluation, run.config.seed, run.parts
     with run.measure("evaluation"):
         reasoner = challenger = None
-        if run.questions:
-            run.progress.activity("evaluation: reasoner", 0, 1)
+        if parts.questions:
             sampling = Sampling(run.config.spice.reasoner_max_tokens, config.temperature)
-            reasoner = await evaluate_reasoner(run.questions, run.setting, sampling, config.num_samples, seed)
-        if run.documents:
-            run.progress.activity("evaluation: challenger", 0, 1)
+            reasoner = await evaluate_reasoner(
+                parts.questions, parts.setting, sampling, config.num_samples, seed, run.progress.activity
+            )
+        if parts.documents:
             challenger = await evaluate_challenger(
-                run.documents,
-                run.setting,
+                parts.documents,
+                parts.setting,
                 Sampling(run.config.spice.challenger_max_tokens, run.config.spice.temperature),
                 config.challenger_samples,
                 run.config.spice.is_grounded_only,
                 seed,
+                run.progress.activity,
             )
         scalars = run.evaluations.write(run.step, reasoner, challenger)
         run.metrics.plot(run.step, scalars)

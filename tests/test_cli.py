@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from jaxsp import cli
 from jaxsp.cli import main
+from jaxsp.command_line import make_parser
 from jaxsp.config import UserError
 from jaxsp.metrics import MetricsWriter
 from tests.tiny import write_tiny_model, write_tiny_run
@@ -160,19 +162,74 @@ def test_report_prints_a_runs_table_once_more(directory: Path, tmp_path: Path, c
     assert "rollout" in table and "total" in table
 
 
+SMALL = """
+model:
+  name: {model}
+sampler:
+  num_slots: 8
+  max_context: 256
+spice:
+  prompts: compact
+  challenger_max_tokens: 64
+  reasoner_max_tokens: 32
+corpus:
+  max_segment_tokens: 64
+evaluation:
+  questions: null
+"""
+
+
 def test_a_dry_run_says_what_a_config_amounts_to(directory: Path, tmp_path: Path, capsys) -> None:
     config = tmp_path / "run.yaml"
-    config.write_text(f"model:\n  name: {directory / 'qwen3'}\nsampler:\n  num_slots: 8\n  max_context: 128\n")
+    config.write_text(SMALL.format(model=directory / "qwen3"))
     # An override may also stand behind an option.
     assert main(["train", str(config), "spice.num_steps=2", "--dry-run", "spice.num_steps=3", "seed=9"]) == 0
     out = capsys.readouterr().out
     assert "num_steps: 3" in out and "seed: 9" in out
     assert "mesh                  data 1, fsdp 1, context 1, expert 1, tensor 1" in out
-    assert "sampler rows          1, 4, 8\n" in out and "sampler contexts      64, 128\n" in out
+    assert "sampler rows          1, 4, 8\n" in out and "sampler contexts      256\n" in out
+    assert "sampler split         1 part of weights and cache, on 1 device each\n" in out
     num_params = 640 * 32 + 32 + 2 * (32 * (64 + 32 + 32) + 64 * 32 + 3 * 32 * 48 + 2 * 32 + 2 * 16)
     assert f"qwen3, {num_params:,} parameters, 2 layers" in out
-    assert "KV cache (8 x 128 tokens)" in out and "total" in out
+    assert "KV cache (8 x 256 tokens)" in out and "total" in out
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_hints_at_a_runs_end_are_those_of_its_config(tmp_path: Path) -> None:
+    from jaxsp.config import EvaluationConfig, ModelConfig, RunConfig
+
+    def hints(is_done: bool = True, **evaluation) -> list[list[str]]:
+        lines: list[str] = []
+        config = RunConfig(ModelConfig("m"), evaluation=EvaluationConfig(**evaluation))
+        cli._print_next(config, tmp_path / "my runs" / "a", is_done, lambda line, **_: lines.append(line))
+        return [shlex.split(line) for line in lines if line.startswith("  ")]
+
+    run_dir = str(tmp_path / "my runs" / "a")
+    own = hints(questions="my questions.jsonl", num_samples=4, temperature=0.7)
+    assert own[1] == ["jaxsp", "eval", run_dir, "--questions", "my questions.jsonl", "--num-samples", "4",
+                      "--temperature", "0.7"]  # fmt: skip
+    assert hints(questions=None)[1] == ["jaxsp", "eval", run_dir, "--questions", "embedded"]
+    for words in (*own, *hints(is_done=False)):
+        if words[0] == "jaxsp":
+            make_parser().parse_args(words[1:])
+    assert hints(is_done=False) == [["jaxsp", "train", "--resume", run_dir]]
+
+
+def test_eval_puts_questions_as_the_run_did(directory: Path, tmp_path: Path, capsys) -> None:
+    run_dir = tmp_path / "run"
+    write_tiny_run(run_dir, directory / "qwen3")
+    config = run_dir / "config.yaml"
+    config.write_text(config.read_text().replace("reasoner_max_tokens: 1024", "reasoner_max_tokens: 5"))
+    config.write_text(config.read_text().replace("prompts: full", "prompts: compact"))
+    file = write_lines(tmp_path / "questions.jsonl", QUESTIONS[:1])
+
+    def answers(*options: str) -> dict:
+        json_lines(capsys, "eval", run_dir, "--questions", file, "--output", tmp_path / "out.jsonl", *options)
+        return json.loads((tmp_path / "out.jsonl").read_text())
+
+    own = answers()
+    assert own["num_tokens"] == 5 and own["finish_reason"] == "length"
+    assert own == answers("--prompts", "compact", "--max-tokens", "5") != answers("--prompts", "full")
 
 
 def test_the_memory_estimate_counts_every_copy(directory: Path) -> None:
@@ -233,6 +290,37 @@ ERRORS = [
     (["train", "{config}", "mesh.tensor=3", "--dry-run"], 2, "mesh.tensor = 3"),
     (["train", "{config}", "model.name={tmp}/absent", "--dry-run"], 1, "{tmp}/absent: no such model"),
     (["train", "{config}", "model.renderer=llama3", "--dry-run"], 2, "model.renderer = llama3 needs the tokens"),
+    (["train", "{config}", "mesh.context=2", "--dry-run"], 2, "mesh.context = 2: nothing is split over it yet; set"),
+    (["train", "{config}", "mesh.expert=-1", "--dry-run"], 2, "mesh.expert = -1: nothing is split over it yet; set"),
+    (["train", "{config}", "spice.temperature=0", "--dry-run"], 2, "spice.temperature = 0.0 must be above 0"),
+    (
+        ["train", "{config}", "spice.trains_challenger=false", "spice.trains_reasoner=false", "--dry-run"],
+        2,
+        "nothing would be trained",
+    ),
+    (["train", "{config}", "corpus.path={tmp}/absent.jsonl", "--dry-run"], 1, "corpus {tmp}/absent.jsonl does not"),
+    (["train", "{config}", "corpus.path=embedded:cooking", "--dry-run"], 1, "has no topic 'cooking'; it has quantit"),
+    (["train", "{config}", "evaluation.questions={empty}", "--dry-run"], 1, "{empty} holds no question"),
+    (
+        ["train", "{config}", "warm_start.conversations={tmp}/no", "warm_start.num_steps=1", "--dry-run"],
+        1,
+        "warm_start.conversations",
+    ),
+    (
+        ["train", "{config}", "sampler.max_context=2048", "--dry-run"],
+        2,
+        "sampler.max_context = 2048 is more than the 1024 positions",
+    ),
+    (
+        ["train", "{config}", "sampler.max_context=100", "--dry-run"],
+        2,
+        "(corpus.max_segment_tokens = 64, spice.challenger_max_tokens = 64), more than sampler.max_context = 100; an ",
+    ),
+    (
+        ["train", "{config}", "learner.row_tokens=170", "--dry-run"],
+        2,
+        "an attempt of the challenger can take 180 tokens with its prompt (corpus.max_segment_tokens = 64, spice",
+    ),
     (["sample", "{tmp}/absent", "--prompt", "a"], 1, "{tmp}/absent: no such model"),
     (["sample", "{tmp}", "--prompt", "a"], 1, "{tmp}: holds no config.json"),
     (["sample", "{model}", "--prompt", ""], 1, "--prompt: prompt is empty"),
@@ -264,7 +352,7 @@ def test_what_the_user_can_mend_is_one_line(
     }  # fmt: skip
     names["empty"].write_text("")
     names["bad"].write_text("{'a': 1}\n")
-    names["config"].write_text(f"model:\n  name: {directory / 'qwen3'}\n")
+    names["config"].write_text(SMALL.format(model=directory / "qwen3"))
     assert main([argument.format(**names) for argument in arguments]) == status
     out, err = capsys.readouterr()
     assert out == ""

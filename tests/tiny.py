@@ -113,13 +113,15 @@ def tiny_config(model_type: str = "qwen3", num_labels: int = 0) -> dict[str, Any
     return config | ({"num_labels": num_labels} if num_labels else {})
 
 
-def tiny_params(config: dict[str, Any], seed: int = 0) -> dict[str, Any]:
-    """Random parameters whose logits spread over a few units, so that samples differ and greedy has no ties."""
+def random_params(sizes: Any, seed: int = 0) -> dict[str, Any]:
+    """Parameters for a `DecoderSizes`, whose logits spread over a few units: samples differ and greedy has no ties.
+
+    Made with numpy, new arrays each time: compiling `init_params` takes longer than most tests of a tiny model.
+    """
     import jax
     import jax.numpy as jnp
 
     from jaxsp.model.decoder import abstract_params
-    from jaxsp.model.sizes import sizes_from_hf_config
 
     generator = np.random.default_rng(seed)
 
@@ -128,7 +130,33 @@ def tiny_params(config: dict[str, Any], seed: int = 0) -> dict[str, Any]:
         values = generator.uniform(0.5, 1.5, shape.shape) if is_scale else generator.normal(0, 0.2, shape.shape)
         return jnp.asarray(values, jnp.float32)
 
-    return jax.tree_util.tree_map_with_path(leaf, abstract_params(sizes_from_hf_config(config)))
+    return jax.tree_util.tree_map_with_path(leaf, abstract_params(sizes))
+
+
+def tiny_params(config: dict[str, Any], seed: int = 0) -> dict[str, Any]:
+    """`random_params` of the decoder that a `config.json` describes."""
+    from jaxsp.model.sizes import sizes_from_hf_config
+
+    return random_params(sizes_from_hf_config(config), seed)
+
+
+def whole_logits(sizes: Any, params: Any, tokens: Any) -> Any:
+    """`[B, L, V]` logits of whole sequences from position 0: plain causal attention, no cache, nothing packed."""
+    import jax.numpy as jnp
+
+    from jaxsp.model.attention import attention
+    from jaxsp.model.decoder import hidden_states, logits
+
+    num_sequences, length = tokens.shape
+    causal = jnp.tril(jnp.ones((num_sequences, length, length), bool))
+    hidden, _ = hidden_states(
+        sizes,
+        params,
+        tokens,
+        jnp.tile(jnp.arange(length), (num_sequences, 1)),
+        lambda q, k, v, cache: (attention(q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), causal), cache),
+    )
+    return logits(params, hidden)
 
 
 def write_tiny_model(directory: Path, model_type: str = "qwen3", num_labels: int = 0, seed: int = 0) -> Path:
@@ -199,11 +227,11 @@ def write_tiny_run(run_dir: Path, model: Path, steps: Sequence[int] = (4,), **mo
     config = RunConfig(model=ModelConfig(str(model), **{"compute_dtype": "float32", **model_settings}))
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(dump_config(config))
+    (run_dir / "seconds.json").write_text('{"rollout": 2.0, "update": 1.0}')
     source = open_model(str(model))
     placed = shardings(make_mesh(1, 1, 1, 1, 1, jax.devices()[:1]), logical_axes(source.sizes))
     with Checkpointer(run_dir / "checkpoints", keep=max(len(steps), 1)) as checkpointer:
         for step in steps:
             state = init_state(tiny_params(source.config, step), make_optimizer(1e-3), placed)
-            manifest = {"phase": 0, "method": {}, "seconds": {"rollout": 2.0, "update": 1.0}, "model": str(model)}
-            checkpointer.save(step, {"state": state, "reference": {}}, manifest)
+            checkpointer.save(step, {"state": state, "reference": {}}, {"method": {}})
     return config

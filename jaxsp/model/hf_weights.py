@@ -132,15 +132,16 @@ def export_hf(
     *,
     dtype: Literal["float32", "bfloat16"] = "float32",
     tokenizer_from: Path | None = None,
+    extra_files: Mapping[str, str] | None = None,
     max_shard_bytes: int = 2 * 2**30,
 ) -> None:
     """Writes a directory that `transformers` and `load_hf_params` read.
 
     It holds `config.json` (all attributes of `config`, with the dtype written), `generation_config.json`, one
-    `model.safetensors` or several files with an index, and the tokenizer files of `tokenizer_from` (a model directory,
-    or a GGUF file, whose vocabulary is written as `tokenizer.json`). Tied embeddings stay tied: there is then no
-    `lm_head.weight`. Everything is written beside `directory` first and renamed at the end, so an interrupted export
-    leaves no half model.
+    `model.safetensors` or several files with an index, the tokenizer files of `tokenizer_from` (a model directory, or
+    a GGUF file, whose vocabulary is written as `tokenizer.json`), and `extra_files` (name -> text). Tied embeddings
+    stay tied: there is then no `lm_head.weight`. Everything is written beside `directory` first and renamed at the
+    end, so an interrupted export leaves no half model.
 
     Args:
         params: stacked layers; every shard on devices of this process.
@@ -163,6 +164,8 @@ def export_hf(
         if not (part / "generation_config.json").exists():
             names = ("bos_token_id", "eos_token_id", "pad_token_id")
             _write_json(part / "generation_config.json", {n: config[n] for n in names if config.get(n) is not None})
+        for name, text in (extra_files or {}).items():
+            (part / name).write_text(text, encoding="utf-8")
         part.replace(directory)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(part, ignore_errors=True)

@@ -1,9 +1,11 @@
 """A run that ends at any place goes on to the same bits as one that never ended.
 
 One run of three steps of warm start and four of self-play is the reference, with checkpoints at steps 2, 3 (the
-phase's end), 4, 6 and 7.
+phase's end), 4, 6 and 7, and evaluations at steps 3, 5 and 7.
 """
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -19,7 +21,7 @@ from jaxsp.metrics import read_metrics
 from jaxsp.report import EvaluationLog
 from tests.integration.tiny_spice import assert_same_runs, episodes, in_process, metrics, resume, steps, tasks
 
-SETTINGS = ("warm_start.num_steps=3", "warm_start.learning_rate=1e-3", "spice.num_steps=4", "evaluation.every_steps=3")
+SETTINGS = ("warm_start.num_steps=3", "warm_start.learning_rate=1e-3", "spice.num_steps=4", "evaluation.every_steps=2")
 
 STOPS_ITSELF = """
 # Sends itself SIGNAL at the CALL-th return from OWNER.METHOD, when the checkpoint of STEP (0: none) is on the disk.
@@ -51,13 +53,20 @@ sys.exit(main(["train", *sys.argv[7:]]))
 
 
 @pytest.fixture(scope="module")
-def whole(game: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that never ended."""
+def printed() -> io.StringIO:
+    """What the run that never ended has printed."""
+    return io.StringIO()
+
+
+@pytest.fixture(scope="module")
+def whole(game: Path, printed: io.StringIO, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that never ended. Evaluations keep the rhythm of self-play, though it begins at an odd step."""
     runs = tmp_path_factory.mktemp("whole")
-    assert main(["train", str(game), *SETTINGS, f"runs_dir={runs}"]) == 0
+    with contextlib.redirect_stdout(printed):
+        assert main(["train", str(game), *SETTINGS, f"runs_dir={runs}"]) == 0
     (run_dir,) = runs.iterdir()
     assert steps(run_dir) == [6, 7]
-    assert [row["step"] for row in EvaluationLog(run_dir).rows()] == [3, 6, 7]
+    assert [row["step"] for row in EvaluationLog(run_dir).rows()] == [3, 5, 7]
     assert sum(row["policy/updates"] for row in read_metrics(run_dir)[3:]) >= 3  # there is something to lose
     return run_dir
 
@@ -103,32 +112,42 @@ def test_a_killed_run_goes_on_to_the_same_bits(game: Path, whole: Path, tmp_path
     assert_same_runs(run_dir, whole)
 
 
-@pytest.mark.parametrize(
-    ("method", "call", "step"),
-    [("jaxsp.metrics.EpisodeLog.write", 3, 5), ("jaxsp.sampler.engine.Engine.load", 4, 3)],
-    ids=["in self-play", "at the end of the warm start"],
-)
+STOPPED = {
+    # When the n-th call has returned: the step that it ends at, and the evaluations there are
+    "in self-play": ("jaxsp.metrics.EpisodeLog.write", 3, 5, [3]),
+    "at the end of the warm start": ("jaxsp.sampler.engine.Engine.load", 4, 3, []),
+    "in an evaluation": ("jaxsp.report.EvaluationLog.write", 2, 5, [3, 5]),
+    "in the last step": ("jaxsp.metrics.MetricsWriter.write", 7, 7, [3, 5]),
+}
+
+
+@pytest.mark.parametrize("place", STOPPED)
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_to_the_same_bits(
-    game: Path, whole: Path, tmp_path: Path, capsys, method: str, call: int, step: int
+    game: Path, whole: Path, tmp_path: Path, capsys, place: str
 ) -> None:
+    method, call, step, evaluated = STOPPED[place]
     run_dir, done = stop_at(game, tmp_path, "SIGTERM", method, call, 0)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stderr == ""
     assert "stopped before the end; go on with:" in done.stdout
     assert f"jaxsp train --resume {run_dir}" in done.stdout
     assert steps(run_dir)[-1] == step and read_metrics(run_dir)[-1]["step"] == step
+    assert [row["step"] for row in EvaluationLog(run_dir).rows()] == evaluated
     resume(capsys, run_dir)
     assert steps(run_dir) == [6, 7]
     assert_same_runs(run_dir, whole)
+
+
+def test_a_report_is_the_table_that_the_run_printed_once_more(whole: Path, printed: io.StringIO, capsys) -> None:
+    assert main(["report", str(whole)]) == 0
+    table = capsys.readouterr().out
+    assert "evaluation" in table and "checkpoint" in table and table in printed.getvalue()
 
 
 def test_a_finished_run_prints_its_table_and_trains_nothing(whole: Path, tmp_path: Path, capsys) -> None:
     run_dir = shutil.copytree(whole, tmp_path / "run")
     out, err = resume(capsys, run_dir)
     assert err == "" and "before: step 3, after: step 7" in out and f"jaxsp report {run_dir}" in out
-    assert main(["report", str(run_dir)]) == 0
-    table = capsys.readouterr().out
-    assert table in out
     assert_same_runs(run_dir, whole)
     assert (run_dir / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
 
@@ -193,6 +212,7 @@ DAMAGES = {
     "config": (lambda run_dir: (run_dir / "config.yaml").unlink(), 1, r"is no run directory: it has no config\.yaml"),
     "yaml": (lambda run_dir: (run_dir / "config.yaml").write_text("a: ["), 2, r"config\.yaml is not readable YAML"),
     "metrics": (lambda run_dir: (run_dir / "metrics.jsonl").write_text("x\n"), 1, r"metrics\.jsonl:1 is not a row"),
+    "seconds": (lambda run_dir: (run_dir / "seconds.json").write_text("[]"), 1, r"seconds\.json does not hold the s"),
     "tasks": (lambda run_dir: (run_dir / "tasks.sqlite").write_bytes(b"x" * 9000), 1, r"tasks\.sqlite is not a task"),
     "evaluations": (lambda run_dir: (run_dir / "evaluations.jsonl").write_text("x\n"), 1, r"evaluations\.jsonl:1 is"),
 }
@@ -209,6 +229,20 @@ def test_what_is_damaged_is_named_in_one_line(whole: Path, tmp_path: Path, capfd
         shutil.rmtree(run_dir / "checkpoints" / "step_000007")
         resume(capfd, run_dir)
         assert_same_runs(run_dir, whole)
+
+
+@pytest.mark.parametrize("what", ["metrics", "evaluations", "seconds"])
+def test_where_one_file_is_damaged_nothing_is_dropped_from_the_others(
+    whole: Path, tmp_path: Path, capfd, what: str
+) -> None:
+    run_dir = shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(run_dir / "checkpoints" / "step_000007")
+    DAMAGES[what][0](run_dir)
+    names = [path for path in run_dir.rglob("*") if path.suffix in (".jsonl", ".gz", ".json")]
+    before = {path: path.read_bytes() for path in names}
+    resume(capfd, run_dir, status=1)
+    assert {path: path.read_bytes() for path in names} == before
+    assert tasks(run_dir) == tasks(whole)
 
 
 def test_without_any_checkpoint_left_the_run_begins_anew(whole: Path, tmp_path: Path, capsys) -> None:

@@ -10,12 +10,12 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from jaxsp.cli import main
-from jaxsp.config import load_config
-from jaxsp.metrics import METRIC_NAME, EpisodeLog, read_metrics
+from jaxsp.config import ModelConfig, RunConfig, load_config
+from jaxsp.metrics import METRIC_NAME, EpisodeLog, MetricsWriter, read_metrics
 from jaxsp.report import EvaluationLog
-from jaxsp.task_pool import task_pool_path
+from jaxsp.run import discard_run_dir, make_run_dir
+from jaxsp.task_pool import TaskPool, task_pool_path
 from tests.integration.tiny_spice import (
-    RUN_MAIN,
     SUMS,
     TEACHING_STEPS,
     episodes,
@@ -40,7 +40,7 @@ def test_a_run_directory_holds_what_the_readme_says(first_run: Path) -> None:
     found = {path.name for path in first_run.iterdir()}
     assert found == {
         "config.yaml", "metrics.jsonl", "tb", "episodes", "tasks.sqlite", "evaluations.jsonl", "evaluations",
-        "checkpoints", "lock",
+        "seconds.json", "checkpoints", "lock",
     }  # fmt: skip
     last = TEACHING_STEPS + 4
     every_second = [*range(2, TEACHING_STEPS + 1, 2), TEACHING_STEPS + 2, last]
@@ -204,6 +204,34 @@ def test_a_step_without_any_advantage_leaves_the_whole_state_as_it_was(game: Pat
     assert [task.reason for task in tasks(run_dir)] == ["truncated"] * 2 * 2 * 8
 
 
+SHOWS_ITS_SAMPLER = """
+# Prints how the sampler's weights and its cache are split over the devices.
+import sys
+from jaxsp.cli import main
+from jaxsp.sampler.engine import Engine
+
+load, decode = Engine.load, Engine._decode
+
+def axes(array):
+    return {name: size for name, size in array.sharding.mesh.shape.items() if size > 1}
+
+def load_and_show(self, *arguments, **options):
+    load(self, *arguments, **options)
+    kernel = self._params["layers"][0]["k"]["kernel"]
+    embed_dim, heads, _ = kernel.sharding.shard_shape(kernel.shape)
+    whole = "embedding whole" if embed_dim == kernel.shape[0] else "embedding split"
+    print(f"sampler weights on {axes(kernel)}: {heads} of {kernel.shape[1]} key heads, {whole}")
+
+def decode_and_show(self):
+    decode(self)
+    keys = self._cache[0][0]
+    print(f"sampler cache on {axes(keys)}: {keys.sharding.shard_shape(keys.shape)[1]} of {keys.shape[1]} key heads")
+
+Engine.load, Engine._decode = load_and_show, decode_and_show
+sys.exit(main())
+"""
+
+
 @pytest.mark.parametrize(
     "mesh",
     [("mesh.fsdp=2", "mesh.tensor=2"), pytest.param(("mesh.data=2", "mesh.fsdp=2"), marks=pytest.mark.slow)],
@@ -215,8 +243,14 @@ def test_on_four_devices_a_run_is_the_same_within_rounding(
     settings = (*NO_EVALUATION, "warm_start.num_steps=1", "warm_start.learning_rate=1e-3", "spice.num_steps=2")
     flags = "--xla_force_host_platform_device_count=4"
     arguments = ("train", game, *settings, *mesh, f"runs_dir={tmp_path}")
-    done = in_process(RUN_MAIN, *arguments, XLA_FLAGS=flags)
+    done = in_process(SHOWS_ITS_SAMPLER, *arguments, XLA_FLAGS=flags)
     assert done.returncode == 0, done.stderr[-3000:]
+    # Two of four devices divide the heads, and every step's weights and cached keys lie there in the same way.
+    shown = [line for line in done.stdout.splitlines() if line.startswith("sampler ")]
+    assert set(shown) == {
+        "sampler weights on {'data': 2, 'tensor': 2}: 1 of 2 key heads, embedding whole",
+        "sampler cache on {'data': 2, 'tensor': 2}: 1 of 2 key heads",
+    }
     (sharded,) = tmp_path.iterdir()
     alone, _ = train(capsys, game, *settings)
     for row, expected in zip(metrics(sharded), metrics(alone), strict=True):
@@ -236,8 +270,9 @@ WRONG = [
     (["evaluation.documents=embedded:cooking"], 1, "evaluation.documents = embedded:cooking"),
     (["warm_start.conversations={tmp}/absent.jsonl"], 1, "warm_start.conversations: {tmp}/absent.jsonl"),
     (["mesh.tensor=3"], 2, "mesh.tensor = 3"),
-    (["sampler.max_context=100", "warm_start.conversations=null"], 1, "sampler.max_context = 100"),
-    (["learner.row_tokens=40"], 1, "learner.row_tokens is 40"),
+    (["sampler.max_context=100"], 2, "more than sampler.max_context = 100"),
+    (["learner.row_tokens=40"], 2, "more than learner.row_tokens = 40"),
+    (["sampler.max_context=2048"], 2, "sampler.max_context = 2048 is more than the 1024 positions that the model"),
     (["spice.trains_challenger=false", "spice.trains_reasoner=false"], 2, "nothing would be trained"),
 ]
 
@@ -254,6 +289,18 @@ def test_a_run_that_cannot_begin_is_one_line_and_leaves_no_directory(
     assert list(runs.iterdir()) == []
 
 
+def test_a_run_that_has_come_to_an_evaluation_keeps_its_directory(tmp_path: Path) -> None:
+    config = RunConfig(ModelConfig("m"), runs_dir=str(tmp_path))
+    empty, evaluated = make_run_dir(config, "a"), make_run_dir(config, "b")
+    for run_dir in (empty, evaluated):
+        with MetricsWriter(run_dir), TaskPool(task_pool_path(run_dir)):
+            pass
+    EvaluationLog(evaluated).write(0, None, None)
+    discard_run_dir(empty)
+    discard_run_dir(evaluated)
+    assert list(tmp_path.iterdir()) == [evaluated]
+
+
 def test_a_runs_directory_that_cannot_be_made_is_one_line(game: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "file").write_text("")
     assert main(["train", str(game), f"runs_dir={tmp_path / 'file'}"]) == 1
@@ -267,11 +314,11 @@ from jaxsp.cli import main
 
 save, limits = run.save_checkpoint, resource.getrlimit(resource.RLIMIT_FSIZE)
 
-def save_on_a_full_disk(opened, phase_number, arrays):
+def save_on_a_full_disk(opened, arrays):
     if opened.step == 4:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, limits[1]))
-    save(opened, phase_number, arrays)
+    save(opened, arrays)
 
 import jaxsp.train
 jaxsp.train.save_checkpoint = save_on_a_full_disk
@@ -297,13 +344,13 @@ def test_a_disk_that_gets_full_is_one_line_and_the_run_goes_on_from_the_checkpoi
 
 def test_a_finished_run_can_be_used_by_every_verb(first_run: Path, tmp_path: Path, capsys) -> None:
     questions = first_run.parents[1] / "questions.jsonl"
-    arguments = ["eval", str(first_run), "--questions", str(questions), "--prompts", "compact", "--max-tokens", "8"]
+    arguments = ["eval", str(first_run), "--questions", str(questions)]  # prompts and lengths are the run's
     assert main([*arguments, "--json"]) == 0
     reported = json.loads(capsys.readouterr().out)["overall"]
     # The same greedy answers as at the end of training
     assert reported == EvaluationLog(first_run).rows()[-1]["rows"]["reasoner accuracy"]
     assert main(["export", str(first_run), "--out", str(tmp_path / "export"), "--dtype", "float32"]) == 0
     capsys.readouterr()
-    arguments[1] = str(tmp_path / "export")
+    arguments = ["eval", str(tmp_path / "export"), *arguments[2:], "--prompts", "compact", "--max-tokens", "8"]
     assert main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["overall"] == reported
