@@ -62,10 +62,6 @@ def spice_rules(config: SpiceConfig) -> SpiceRules:
             f"the first round holds a valid one; raise spice.attempts_per_round = {config.attempts_per_round} and "
             f"spice.max_attempts = {config.max_attempts} to at least the group's size, or lower that"
         )
-    if config.temperature <= 0:
-        raise UsageError(f"spice.temperature = {config.temperature} must be above 0: training samples its policy")
-    if config.variance_tau <= 0:
-        raise UsageError(f"spice.variance_tau = {config.variance_tau} must be above 0")
     reward = SOLVE_RATE_REWARDS[config.challenger_reward]
     return SpiceRules(
         group_size=config.group_size,
