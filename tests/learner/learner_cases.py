@@ -1,17 +1,16 @@
 """A tiny decoder, trajectories that share prefixes, and the plainest possible loss to compare with."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxsp.learner.batch import Item
-from jaxsp.model.attention import attention
-from jaxsp.model.decoder import Params, abstract_params, hidden_states, logits
+from jaxsp.model.decoder import Params
 from jaxsp.model.sizes import DecoderSizes, Rope
 from jaxsp.trajectory import Segment
+from tests.tiny import random_params, whole_logits
 
 SIZES = DecoderSizes(
     model_type="qwen3",
@@ -30,15 +29,8 @@ SIZES = DecoderSizes(
 )
 
 
-def tiny_params(sizes: DecoderSizes = SIZES, seed: int = 0) -> Params:
-    """Random parameters, new arrays each time, whose logits spread enough for log-probabilities to differ."""
-    rng = np.random.default_rng(seed)
-
-    def one(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        mean = 1.0 if path[-1].key == "scale" else 0.0
-        return jnp.asarray(mean + 0.3 * rng.normal(size=leaf.shape), leaf.dtype)
-
-    return jax.tree_util.tree_map_with_path(one, abstract_params(sizes))
+def tiny_params() -> Params:
+    return random_params(SIZES)
 
 
 def segment(
@@ -81,16 +73,7 @@ def full_logprobs(sizes: DecoderSizes, params: Params, segments: Sequence[Segmen
     masks = [np.pad(one.loss_mask, (0, length - len(one.tokens))) for one in segments]
     tokens, mask = jnp.asarray(np.stack(padded)), jnp.asarray(np.stack(masks))
     temperatures = jnp.asarray([one.temperature or 1.0 for one in segments])
-    causal = jnp.tril(jnp.ones((len(segments), length, length), bool))
-    positions = jnp.tile(jnp.arange(length), (len(segments), 1))
-    hidden, _ = hidden_states(
-        sizes,
-        params,
-        tokens,
-        positions,
-        lambda q, k, v, cache: (attention(q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), causal), cache),
-    )
-    scores = jax.nn.log_softmax(logits(params, hidden) / temperatures[:, None, None], axis=-1)
+    scores = jax.nn.log_softmax(whole_logits(sizes, params, tokens) / temperatures[:, None, None], axis=-1)
     found = jnp.take_along_axis(scores[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
     return jnp.where(mask, jnp.pad(found, ((0, 0), (1, 0))), 0.0)
 

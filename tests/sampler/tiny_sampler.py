@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsp.model import decoder
-from jaxsp.model.attention import forest_attention
 from jaxsp.model.decoder import Params
 from jaxsp.model.sizes import DecoderSizes, Rope
 from jaxsp.sampler.engine import Engine, make_engine
 from jaxsp.sampler.sampling import process_logits
 from jaxsp.trajectory import Completion, GenerateRequest
+from tests.tiny import random_params, whole_logits
 
 SIZES = DecoderSizes(
     model_type="qwen3", vocab_size=160, embed_dim=32, mlp_dim=48, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -22,18 +21,7 @@ SIZES = DecoderSizes(
 
 
 def tiny_params(seed: int = 0, sizes: DecoderSizes = SIZES) -> Params:
-    """Random parameters whose logits spread over a few units, so that samples differ and greedy has no ties.
-
-    Made with numpy: compiling `init_params` takes longer than most tests here.
-    """
-    generator = np.random.default_rng(seed)
-
-    def leaf(path, shape) -> jax.Array:
-        if path[-1].key == "scale":
-            return jnp.asarray(generator.uniform(0.5, 1.5, shape.shape), jnp.float32)
-        return jnp.asarray(generator.normal(0, 0.2, shape.shape), jnp.float32)
-
-    return jax.tree_util.tree_map_with_path(leaf, decoder.abstract_params(sizes))
+    return random_params(sizes, seed)
 
 
 def text_of(tokens: Sequence[int]) -> str:
@@ -87,10 +75,5 @@ def reference_logprobs(params: Params, request: GenerateRequest, tokens: Sequenc
 
 @jax.jit
 def _all_logprobs(params, tokens, temperature, top_k, top_p, min_p):
-    def attend(q, k, v, _):
-        return forest_attention(q, k, v, jnp.full(tokens.shape, tokens.shape[1])), None
-
-    positions = jnp.arange(tokens.shape[1])[None]
-    hidden, _ = decoder.hidden_states(SIZES, params, tokens, positions, attend)
-    scores = process_logits(decoder.logits(params, hidden[0]), temperature, top_k, top_p, min_p)
+    scores = process_logits(whole_logits(SIZES, params, tokens)[0], temperature, top_k, top_p, min_p)
     return jax.nn.log_softmax(scores)
