@@ -190,7 +190,9 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(_open_output(arguments.output)) if arguments.output else None
         pool = stack.enter_context(make_verifier_pool(arguments.workers, arguments.timeout))  # before JAX's devices
-        engine = open_engine(model, text.tokenizer)
+        asked = [PROMPTS[prompts].reasoner_messages(question.text) for question in questions]
+        lengths = [len(text.renderer.prompt(messages)) + max_tokens for messages in asked]
+        engine = open_engine(model, text.tokenizer, lengths * arguments.num_samples)
         generate = stack.enter_context(_counted(engine.generate, len(questions) * arguments.num_samples))
         setting = make_setting(text, generate, PROMPTS[prompts], pool)
         report = asyncio.run(evaluate_reasoner(questions, setting, sampling, arguments.num_samples, arguments.seed))

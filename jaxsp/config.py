@@ -59,6 +59,11 @@ class SamplerConfig:
     """Tokens decoded between two looks at the queue."""
     prefill_tokens: int = 2048
     """Prompt tokens of one prefill call."""
+    page_tokens: int = 16
+    """Tokens of a page of the KV cache: what prompts share, and what is evicted, comes in whole pages."""
+    cache_tokens: int | None = None
+    """Tokens that the KV cache holds, at least `max_context`; null: `num_slots * max_context`. Where it runs out, rows
+    wait and are computed again."""
 
 
 @dataclass(frozen=True)
@@ -212,6 +217,8 @@ _BOUNDS = {
     "sampler.max_context": _COUNT,
     "sampler.decode_chunk": _COUNT,
     "sampler.prefill_tokens": _COUNT,
+    "sampler.page_tokens": _COUNT,
+    "sampler.cache_tokens": _COUNT,
     "learner.learning_rate": _RATE,
     "learner.beta1": _SHARE,
     "learner.beta2": _SHARE,

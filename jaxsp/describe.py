@@ -49,7 +49,7 @@ def describe(config: RunConfig, console: Console) -> None:
         f"device{'s' if num_copies > 1 else ''} each",
     )
     line("sampler rows", _listed(row_buckets(config.sampler.num_slots)))
-    line("sampler contexts", _listed(context_buckets(config.sampler.max_context)))
+    line("sampler contexts", _listed(context_buckets(config.sampler.max_context, config.sampler.page_tokens)))
     line("sampler prompts", _listed(prompt_buckets(config.sampler.prefill_tokens)))
     console.print(_memory_table(memory, devices[0]))
 
@@ -64,7 +64,7 @@ def memory_estimate(config: RunConfig, sizes: DecoderSizes, mesh: jax.sharding.M
     placed = abstract_arrays(sizes, make_optimizer(config.learner.learning_rate), shardings(mesh, axes), has_reference)
     params = placed["state"]["params"]
     compute_bytes = jnp.dtype(config.model.compute_dtype).itemsize
-    num_slots, max_context = config.sampler.num_slots, config.sampler.max_context
+    cache_tokens = config.sampler.cache_tokens or config.sampler.num_slots * config.sampler.max_context
     decoding = sampler_mesh(mesh, sizes)
     weights = jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
@@ -72,17 +72,17 @@ def memory_estimate(config: RunConfig, sizes: DecoderSizes, mesh: jax.sharding.M
         shardings(decoding, axes),
     )
     _, kv_sharding = sampler_shardings(sizes, decoding)
-    layer_cache = kv_sharding.shard_shape((num_slots, sizes.num_kv_heads, max_context, sizes.head_dim))
+    layer_cache = kv_sharding.shard_shape((1, sizes.num_kv_heads, cache_tokens, sizes.head_dim))
     num_rows = -(-config.learner.rows_per_microbatch // num_parts(mesh, "batch"))
     layer_inputs = num_rows * config.learner.row_tokens * sizes.embed_dim * (sizes.num_layers + 1)
     logits = 2 * config.learner.logits_chunk * sizes.vocab_size
     return {
         "parameters": _device_bytes(params),
-        "gradients": _device_bytes(params),
+        "gradients, and those of a micro-batch": 2 * _device_bytes(params),
         "optimizer moments": _device_bytes(placed["state"]["opt_state"]),
         "reference": _device_bytes(placed["reference"]),
         f"sampler weights ({config.model.compute_dtype})": _device_bytes(weights, compute_bytes),
-        f"KV cache ({num_slots} x {max_context} tokens)": 2 * sizes.num_layers * math.prod(layer_cache) * compute_bytes,
+        f"KV cache ({cache_tokens} tokens)": 2 * sizes.num_layers * math.prod(layer_cache) * compute_bytes,
         "activations of an update": layer_inputs * compute_bytes + logits * 4,
     }
 

@@ -103,12 +103,12 @@ def load_weights(model: FoundModel) -> Params:
         return checkpointer.restore_part(model.step, ("state", "params"), abstract)
 
 
-def open_engine(model: FoundModel, tokenizer: Tokenizer, num_slots: int = NUM_SLOTS) -> Engine:
-    """A sampler with the model's weights, for contexts as long as the model was made for."""
-    longest = model.source.sizes.max_positions
-    sampler = SamplerConfig(num_slots=num_slots, max_context=longest, prefill_tokens=min(2048, longest))
+def open_engine(model: FoundModel, tokenizer: Tokenizer, lengths: Sequence[int]) -> Engine:
+    """A sampler with the model's weights, for requests of these lengths (tokens of prompt and answer together)."""
+    max_context = min(1 << (max(lengths) - 1).bit_length(), model.source.sizes.max_positions)
+    sampler = SamplerConfig(num_slots=min(NUM_SLOTS, len(lengths)), max_context=max_context)
     engine = make_sampler(model.source.sizes, tokenizer, sampler, model.config.compute_dtype)
-    engine.load(load_weights(model), policy_version=model.step or 0)
+    engine.load(load_weights(model), policy_version=model.step or 0, consumes=True)
     return engine
 
 
@@ -242,7 +242,7 @@ def sample(
     requests = [
         request for index, prompt in enumerate(prompts) for request in _requests(model, reader, prompt, index, options)
     ]
-    engine = open_engine(model, tokenizer, num_slots=min(NUM_SLOTS, len(requests)))
+    engine = open_engine(model, tokenizer, [len(request.tokens) + request.max_tokens for request in requests])
 
     async def in_order() -> None:
         tasks = [asyncio.ensure_future(engine.generate(request)) for request in requests]

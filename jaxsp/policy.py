@@ -69,6 +69,8 @@ def make_sampler(
         max_context=sampler.max_context,
         decode_chunk=sampler.decode_chunk,
         prefill_tokens=sampler.prefill_tokens,
+        page_tokens=sampler.page_tokens,
+        cache_tokens=sampler.cache_tokens,
         compute_dtype=compute_dtype,
         decode_text=tokenizer.decode,
         mesh=mesh,

@@ -104,6 +104,7 @@ async def _one_step(run: Run, phase: Phase, learn: Learn, arrays: Arrays, step_i
     start_s = time.monotonic()
     seconds_before = dict(run.seconds)
     run.parts.engine.reset_stats()
+    run.parts.engine.forget_prefixes()  # an evaluation's, which a resumed run does not make again
     with run.measure("rollout"):
         played = await phase.play(StepPlace(run.step, step_in_phase, run.config.seed, run.progress.activity))
     with run.measure("update"):
@@ -204,6 +205,7 @@ def _is_evaluation_due(run: Run, phase: Phase, num_done: int) -> bool:
 async def _evaluate(run: Run) -> None:
     """Evaluates both roles as the config says, and writes down what came out."""
     config, seed, parts = run.config.evaluation, run.config.seed, run.parts
+    parts.engine.forget_prefixes()
     with run.measure("evaluation"):
         reasoner = challenger = None
         if parts.questions:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxsp.model.decoder import Params, logits
+from jaxsp.model.decoder import Params, exact_products, logits
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this before `exp`: e^20 already says "another distribution", e^89 overflows float32."""
@@ -122,8 +122,9 @@ def _chunked_backward(width: int, saved: tuple[Any, ...], cotangents: tuple[Arra
         )
         d_scores = (d_scores / temperature[..., None]).astype(hidden.dtype)
         hidden_equation, kernel_equation = ("rcv,vd->rcd", "rcv,rcd->vd") if is_tied else ("rcv,dv->rcd", "rcv,rcd->dv")
-        d_hidden = jnp.einsum(hidden_equation, d_scores, kernel)
-        d_kernel += jnp.einsum(kernel_equation, d_scores, hidden, preferred_element_type=jnp.float32)
+        with exact_products(hidden.dtype):
+            d_hidden = jnp.einsum(hidden_equation, d_scores, kernel)
+            d_kernel += jnp.einsum(kernel_equation, d_scores, hidden, preferred_element_type=jnp.float32)
         return d_kernel, _write(d_selected, d_hidden, index, width)
 
     zeros = (jnp.zeros(kernel.shape, jnp.float32), jnp.zeros_like(selected))

@@ -67,7 +67,7 @@ def forest_attention(
 
     def one_span(start: int) -> Array:
         end = min(start + span, length)
-        index = jnp.arange(start, end)
+        index = jnp.arange(start, end)[None]
         return chunked_attention(
             q[:, start:end], keys[:, :, :end], values[:, :, :end], index, visible_until[:, :end], query_chunk
         )
@@ -79,7 +79,7 @@ def chunked_attention(
     q: Float[Array, "B L N H"],
     keys: Float[Array, "B K S H"],
     values: Float[Array, "B K S H"],
-    index: Int[Array, " L"],
+    index: Int[Array, "#B L"],
     visible_until: Int[Array, "B S"],
     query_chunk: int = QUERY_CHUNK,
 ) -> Float[Array, "B L N H"]:
@@ -88,7 +88,7 @@ def chunked_attention(
 
     @jax.checkpoint
     def one_chunk(queries: Array, index: Array) -> Array:
-        index = index[None, :, None]
+        index = index[..., None]
         mask = (jnp.arange(num_keys) <= index) & (index < visible_until[:, None])
         return attention(queries, keys, values, mask)
 
@@ -97,6 +97,7 @@ def chunked_attention(
     num_whole = length // query_chunk
     end = num_whole * query_chunk
     whole = q[:, :end].reshape(q.shape[0], num_whole, query_chunk, *q.shape[2:])
-    chunks = jnp.moveaxis(whole, 1, 0), index[:end].reshape(num_whole, query_chunk)
+    index_of_chunk = index[:, :end].reshape(index.shape[0], num_whole, query_chunk)
+    chunks = jnp.moveaxis(whole, 1, 0), jnp.moveaxis(index_of_chunk, 1, 0)
     out = jnp.moveaxis(jax.lax.map(lambda chunk: one_chunk(*chunk), chunks), 0, 1).reshape(q[:, :end].shape)
-    return out if end == length else jnp.concatenate([out, one_chunk(q[:, end:], index[end:])], axis=1)
+    return out if end == length else jnp.concatenate([out, one_chunk(q[:, end:], index[:, end:])], axis=1)

@@ -1,11 +1,12 @@
-"""The sampler's device programs: prefill, decoding, and moving cached rows about.
+"""The sampler's device programs: prefill into pages, decoding, copying a page.
 
-Legend: B rows of the cache, P prompts of a prefill call, L tokens of such a call, N query heads, K kv heads,
-S positions that the cache holds, H head size, D embedding, V vocabulary, T tokens of a decode chunk.
+Legend: B decoding rows, P prompts of a prefill call, L tokens of such a call, N query heads, K kv heads, W pages of a
+row, T tokens of a page, S = W T positions, G pages of the cache, H head size, D embedding, V vocabulary, C tokens of a
+decode chunk.
 
-The cache is a list with one `(keys, values)` per layer, each `[B, K, S, H]`: the layout that XLA's batched products
-read without a transpose. Its B and S are bucket sizes; it is gathered into another size when the load changes, so
-no step reads rows or positions that nobody needs.
+The cache is a list with one `(keys, values)` per layer, each `[G, K, T, H]`. Attention reads the pages of a row side by
+side as `[B, K, S, H]`, which XLA's batched products read without a transpose. Decoding gathers them once for a chunk of
+tokens and puts the new tokens into their pages at its end.
 """
 
 import functools
@@ -32,59 +33,81 @@ class Programs:
     """The jitted functions of one decoder, and how often they were compiled."""
 
     new_cache: Callable[..., Cache]
-    """`(num_rows, capacity) -> cache` of zeros."""
+    """`(num_pages) -> cache` of zeros."""
     prefill: Callable[..., tuple[Cache, Array]]
-    """`(params, cache, tokens, start, last_index, hidden) -> (cache, hidden)`, see `_prefill`."""
+    """`(params, cache, tokens, start, count, table) -> (cache, hidden)`, see `_prefill`."""
     first_tokens: Callable[..., tuple[Array, Array]]
     """`(params, hidden [B, D], slots) -> (tokens, logprobs)`."""
     decode: Callable[..., tuple[Cache, Array, Array, Array, Array]]
-    """`(params, cache, slots, stop_at) -> (cache, tokens, logprobs, num_new, num_steps)`, see `_decode`."""
-    gather_rows: Callable[..., Array]
-    """`(array, index, capacity) -> array`: rows `index` of one cached array, cut or zero-padded to `capacity`."""
-    copy_rows: Callable[..., Array]
-    """`(array, fresh, source, target, count) -> array` with `array[target[i]] = fresh[source[i]]` for i < count."""
+    """`(params, cache, table, slots, stop_at) -> (cache, tokens, logprobs, num_new, num_steps)`, see `_decode`."""
+    copy_pages: Callable[..., Cache]
+    """`(cache, source, target) -> cache` with page `target[i]` like page `source[i]`, where that target exists."""
 
     @property
     def num_compilations(self) -> int:
         functions: tuple[Any, ...] = (
-            self.new_cache, self.prefill, self.first_tokens, self.decode, self.gather_rows, self.copy_rows,
+            self.new_cache, self.prefill, self.first_tokens, self.decode, self.copy_pages,
         )  # fmt: skip
         return sum(function._cache_size() for function in functions)
 
 
 @functools.lru_cache(maxsize=16)
-def make_programs(sizes: DecoderSizes, compute_dtype: Any, decode_chunk: int, kv_sharding: Any) -> Programs:
+def make_programs(
+    sizes: DecoderSizes, compute_dtype: Any, page_tokens: int, decode_chunk: int, kv_sharding: Any
+) -> Programs:
     """The programs for one decoder. The same arguments give the same object, so a second engine compiles nothing."""
 
-    def constrain(array: Array) -> Array:
-        return array if kv_sharding is None else jax.lax.with_sharding_constraint(array, kv_sharding)
+    def constrain(cache: Any) -> Any:
+        if kv_sharding is None:
+            return cache
+        return jax.tree.map(lambda array: jax.lax.with_sharding_constraint(array, kv_sharding), cache)
 
-    def new_cache(num_rows: int, capacity: int) -> Cache:
-        shape = (num_rows, sizes.num_kv_heads, capacity, sizes.head_dim)
+    def new_cache(num_pages: int) -> Cache:
+        shape = (num_pages, sizes.num_kv_heads, page_tokens, sizes.head_dim)
         zeros = [[constrain(jnp.zeros(shape, compute_dtype)) for _ in range(2)] for _ in range(sizes.num_layers)]
         return [(keys, values) for keys, values in zeros]
 
-    def prefill(params: Params, cache: Cache, tokens: Array, start: Array, last_index: Array, hidden: Array) -> Any:
-        cache, hidden = _prefill(sizes, compute_dtype, params, cache, tokens, start, last_index, hidden)
-        return jax.tree.map(constrain, cache), hidden
+    def prefill(params: Params, cache: Cache, tokens: Array, start: Array, count: Array, table: Array) -> Any:
+        cache, hidden = _prefill(sizes, compute_dtype, params, cache, tokens, start, count, table)
+        return constrain(cache), hidden
 
     def first_tokens(params: Params, hidden: Array, slots: Slots) -> tuple[Array, Array]:
         return _sample(decoder.logits(params, hidden), slots)
 
-    def decode(params: Params, cache: Cache, slots: Slots, stop_at: Array) -> Any:
-        cache, *rest = _decode(sizes, compute_dtype, decode_chunk, params, cache, slots, stop_at)
-        return jax.tree.map(constrain, cache), *rest
+    def decode(params: Params, cache: Cache, table: Array, slots: Slots, stop_at: Array) -> Any:
+        cache, *rest = _decode(sizes, compute_dtype, decode_chunk, params, cache, table, slots, stop_at)
+        return constrain(cache), *rest
+
+    def copy_pages(cache: Cache, source: Array, target: Array) -> Cache:
+        return constrain(jax.tree.map(lambda pages: pages.at[target].set(pages[source], mode="drop"), cache))
 
     return Programs(
-        new_cache=jax.jit(new_cache, static_argnums=(0, 1)),
+        new_cache=jax.jit(new_cache, static_argnums=0),
         prefill=jax.jit(prefill, donate_argnums=1),
         first_tokens=jax.jit(first_tokens),
         decode=jax.jit(decode, donate_argnums=1),
-        gather_rows=jax.jit(
-            lambda array, index, capacity: constrain(_gather_rows(array, index, capacity)), static_argnums=2
-        ),
-        copy_rows=jax.jit(lambda *args: constrain(_copy_rows(*args)), donate_argnums=0),
+        copy_pages=jax.jit(copy_pages, donate_argnums=0),
     )
+
+
+def _side_by_side(pages: Float[Array, "G K T H"], table: Int[Array, "B W"]) -> Float[Array, "B K S H"]:
+    """The pages of each row in the order of its table."""
+    gathered = jnp.swapaxes(pages[table], 1, 2)
+    return gathered.reshape(*gathered.shape[:2], -1, gathered.shape[-1])
+
+
+def _write(
+    pages: Float[Array, "G K T H"],
+    new: Float[Array, "B L K H"],
+    table: Int[Array, "B W"],
+    position: Int[Array, "B L"],
+    is_real: Array,
+) -> Float[Array, "G K T H"]:
+    """`pages` with each real `new[b, l]` at `position[b, l]` of row b. XLA updates a donated cache in place."""
+    num_pages, _, page_tokens, _ = pages.shape
+    column = jnp.minimum(position // page_tokens, table.shape[1] - 1)
+    page = jnp.where(is_real, jnp.take_along_axis(table, column, axis=1), num_pages)
+    return pages.at[page, :, position % page_tokens].set(new.astype(pages.dtype), mode="drop")
 
 
 def _prefill(
@@ -93,32 +116,30 @@ def _prefill(
     params: Params,
     cache: Cache,
     tokens: Int[Array, "P L"],
-    start: Int[Array, ""],
-    last_index: Int[Array, " P"],
-    hidden: Float[Array, "P D"],
+    start: Int[Array, " P"],
+    count: Int[Array, " P"],
+    table: Int[Array, "P W"],
 ) -> tuple[Cache, Float[Array, "P D"]]:
-    """Positions `start` to `start + L` of each prompt: the cache with their keys and values written.
+    """Computes `count[p]` tokens of each prompt from position `start[p]` on: the cache with their keys and values, and
+    the hidden state of the last of them.
 
-    `hidden` is carried from call to call and takes a row's hidden state when `last_index`, its last prompt token, is
-    among these positions. Tokens after it are padding: what they write is overwritten before anything reads it.
+    What stands before `start` is read from the row's pages. The rest of a row is padding, which is written nowhere.
     """
-    length = tokens.shape[1]
-    positions = start + jnp.arange(length)
-    until_the_end = jnp.full((len(tokens), cache[0][0].shape[2]), cache[0][0].shape[2])
+    offset = jnp.arange(tokens.shape[1])
+    position = start[:, None] + offset
+    is_real = offset < count[:, None]
+    num_positions = table.shape[1] * cache[0][0].shape[2]
+    until_the_end = jnp.full((len(tokens), num_positions), num_positions)
 
     def attend(q: Array, k: Array, v: Array, entry: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
-        keys, values = (
-            jax.lax.dynamic_update_slice_in_dim(old, jnp.swapaxes(new, 1, 2), start, axis=2)
-            for old, new in zip(entry, (k, v), strict=True)
-        )
-        return chunked_attention(q, keys, values, positions, until_the_end), (keys, values)
+        written = [_write(old, new, table, position, is_real) for old, new in zip(entry, (k, v), strict=True)]
+        # The barrier keeps XLA from fusing the write into what reads it, for which it would copy the whole cache.
+        keys, values = jax.lax.optimization_barrier(written)
+        rows = _side_by_side(keys, table), _side_by_side(values, table)
+        return chunked_attention(q, *rows, position, until_the_end), (keys, values)
 
-    states, cache = decoder.hidden_states(
-        sizes, params, tokens, jnp.broadcast_to(positions, tokens.shape), attend, cache, compute_dtype=compute_dtype
-    )
-    offset = last_index - start
-    here = jnp.take_along_axis(states, jnp.clip(offset, 0, length - 1)[:, None, None], axis=1)[:, 0]
-    return cache, jnp.where(((offset >= 0) & (offset < length))[:, None], here, hidden)
+    states, cache = decoder.hidden_states(sizes, params, tokens, position, attend, cache, compute_dtype=compute_dtype)
+    return cache, jnp.take_along_axis(states, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
 
 
 def _decode(
@@ -127,17 +148,20 @@ def _decode(
     decode_chunk: int,
     params: Params,
     cache: Cache,
+    table: Int[Array, "B W"],
     slots: Slots,
     stop_at: Int[Array, ""],
-) -> tuple[Cache, Int[Array, "B T"], Float[Array, "B T"], Int[Array, " B"], Int[Array, ""]]:
+) -> tuple[Cache, Int[Array, "B C"], Float[Array, "B C"], Int[Array, " B"], Int[Array, ""]]:
     """Up to `decode_chunk` tokens for every active row, fewer if at most `stop_at` rows are still active.
 
     Row b's new tokens are the first `num_new[b]` of its line. A row stops after a stop id or its last allowed token.
     """
-    num_rows, capacity = cache[0][0].shape[0], cache[0][0].shape[2]
+    rows = [(_side_by_side(keys, table), _side_by_side(values, table)) for keys, values in cache]
+    num_rows, num_positions = table.shape[0], rows[0][0].shape[2]
+    begin = slots.length
 
     def attend_at(length: Array) -> decoder.Attend:
-        mask = (jnp.arange(capacity)[None] <= length[:, None])[:, None]
+        mask = (jnp.arange(num_positions)[None] <= length[:, None])[:, None]
 
         def attend(q: Array, k: Array, v: Array, entry: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
             keys, values = (_write_token(old, new[:, 0], length) for old, new in zip(entry, (k, v), strict=True))
@@ -150,9 +174,9 @@ def _decode(
         return (step < decode_chunk) & (jnp.sum(slots.is_active) > stop_at)
 
     def one_token(state: tuple[Any, ...]) -> tuple[Any, ...]:
-        step, slots, cache, tokens, logprobs, num_new = state
-        hidden, cache = decoder.hidden_states(
-            sizes, params, slots.last_token[:, None], slots.length[:, None], attend_at(slots.length), cache,
+        step, slots, rows, tokens, logprobs, num_new = state
+        hidden, rows = decoder.hidden_states(
+            sizes, params, slots.last_token[:, None], slots.length[:, None], attend_at(slots.length), rows,
             compute_dtype=compute_dtype,
         )  # fmt: skip
         token, logprob = _sample(decoder.logits(params, hidden[:, 0]), slots)
@@ -167,11 +191,21 @@ def _decode(
             num_left=slots.num_left - one,
             is_active=slots.is_active & ~is_last,
         )
-        return step + 1, slots, cache, tokens, logprobs, num_new + one
+        return step + 1, slots, rows, tokens, logprobs, num_new + one
 
     shape = (num_rows, decode_chunk)
-    start = (jnp.int32(0), slots, cache, jnp.zeros(shape, jnp.int32), jnp.zeros(shape), jnp.zeros(num_rows, jnp.int32))
-    num_steps, _, cache, tokens, logprobs, num_new = jax.lax.while_loop(is_running, one_token, start)
+    start = (jnp.int32(0), slots, rows, jnp.zeros(shape, jnp.int32), jnp.zeros(shape), jnp.zeros(num_rows, jnp.int32))
+    num_steps, _, rows, tokens, logprobs, num_new = jax.lax.while_loop(is_running, one_token, start)
+    offset = jnp.arange(decode_chunk)
+    position = begin[:, None] + offset
+    is_real = offset < num_new[:, None]
+
+    def put_back(pages: Array, row: Array) -> Array:
+        index = jnp.minimum(position, num_positions - 1)[:, None, :, None]
+        new = jnp.take_along_axis(row, index, axis=2)
+        return _write(pages, jnp.swapaxes(new, 1, 2), table, position, is_real)
+
+    cache = jax.tree.map(put_back, cache, rows)
     return cache, tokens, logprobs, num_new, num_steps
 
 
@@ -194,25 +228,3 @@ def _sample(logits: Float[Array, "B V"], slots: Slots) -> tuple[Int[Array, " B"]
     return sample_tokens(
         logits, slots.seed, slots.token_index, slots.temperature, slots.top_k, slots.top_p, slots.min_p
     )
-
-
-def _gather_rows(array: Float[Array, "B K S H"], index: Int[Array, " B2"], capacity: int) -> Float[Array, "B2 K S2 H"]:
-    array = jnp.take(array[:, :, :capacity], index, axis=0)
-    return jnp.pad(array, ((0, 0), (0, 0), (0, capacity - array.shape[2]), (0, 0)))
-
-
-def _copy_rows(
-    array: Float[Array, "B K S H"],
-    fresh: Float[Array, "P K S2 H"],
-    source: Int[Array, " B"],
-    target: Int[Array, " B"],
-    count: Int[Array, ""],
-) -> Float[Array, "B K S H"]:
-    """A loop of row copies: XLA keeps it in place, where a gather and a select would rewrite the whole array."""
-    fresh = fresh[:, :, : array.shape[2]]
-
-    def copy(i: Array, array: Array) -> Array:
-        row = jax.lax.dynamic_index_in_dim(fresh, source[i], axis=0)
-        return jax.lax.dynamic_update_slice(array, row, (target[i], 0, 0, 0))
-
-    return jax.lax.fori_loop(0, count, copy, array)

@@ -18,8 +18,6 @@ STOP_IDS_PER_SLOT = 8
 SMALLEST_CONTEXT = 256
 """Fewer positions cost nearly as much to read, and every context has programs of its own to compile."""
 SMALLEST_PROMPT = 48
-PREFIX_STEP = 16
-SHORTEST_PREFIX = 32
 
 
 class Slots(NamedTuple):
@@ -109,15 +107,10 @@ def row_buckets(num_slots: int) -> tuple[int, ...]:
     return (*_powers(1, 4, num_slots), num_slots)
 
 
-def context_buckets(max_context: int) -> tuple[int, ...]:
-    """Positions that the cache may hold: powers of 2 from `SMALLEST_CONTEXT`, and `max_context` itself."""
-    return (*_powers(SMALLEST_CONTEXT, 2, max_context), max_context)
-
-
-def prefill_contexts(max_context: int) -> tuple[int, ...]:
-    """Positions of the cache that a prefill call fills: the context buckets, and one for a call whose padding goes
-    beyond them; padding is shorter than a prompt of `SMALLEST_PROMPT` tokens or than half of what it pads."""
-    return (*context_buckets(max_context), 2 * max(max_context, SMALLEST_PROMPT))
+def context_buckets(max_context: int, page_tokens: int) -> tuple[int, ...]:
+    """Positions that attention may read: powers of 2 from `SMALLEST_CONTEXT`, and `max_context`, in whole pages."""
+    sizes = (*_powers(SMALLEST_CONTEXT, 2, max_context), max_context)
+    return tuple(dict.fromkeys(-(-size // page_tokens) * page_tokens for size in sizes))
 
 
 def prompt_buckets(prefill_tokens: int) -> tuple[int, ...]:
@@ -147,49 +140,26 @@ def bucket(size: int, buckets: Sequence[int]) -> int:
     raise ValueError(f"{size} is above the largest bucket {buckets[-1]}")
 
 
-def common_length(prompts: Sequence[tuple[int, ...]]) -> int:
-    """How many first tokens all prompts share, at least one token of each left over."""
-    low, high = min(prompts), max(prompts)
-    shared = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
-    return min(shared, *(len(prompt) - 1 for prompt in prompts))
-
-
 @dataclass(frozen=True)
 class PrefillCall:
-    """Prompts computed together.
+    """Chunks of prompts computed together, `num_rows` rows of `length` tokens; what `chunks` do not fill is padding."""
 
-    Attributes:
-        prompts: indices of the prompts; at most `num_rows` of them, the rest is padding.
-        num_rows: rows of the call.
-        chunks: (start, length) of each device call over the positions; one, unless the prompt is longer than a call.
-    """
-
-    prompts: tuple[int, ...]
+    chunks: tuple[int, ...]
     num_rows: int
-    chunks: tuple[tuple[int, int], ...]
-
-    @property
-    def capacity(self) -> int:
-        """Positions that the prompts' cache must hold."""
-        return sum(self.chunks[-1])
+    length: int
 
 
 def plan_prefill(lengths: Sequence[int], prefill_tokens: int) -> list[PrefillCall]:
-    """Calls that cover prompts of these lengths, shapes from small tables, at most `prefill_tokens` a device call.
+    """Calls that cover chunks of these lengths (at most `prefill_tokens` each), which it names by their index.
 
-    Prompts of one length bucket go together, 1, 4 or 16 at a time (a call may be padded with up to a quarter of its
-    rows); a prompt longer than `prefill_tokens` goes alone, in several device calls.
+    Shapes are from small tables: chunks of one length bucket go together, 1, 4 or 16 at a time, and a call may be
+    padded with up to a quarter of its rows.
     """
     buckets = prompt_buckets(prefill_tokens)
     calls: list[PrefillCall] = []
     by_bucket: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
-        if length <= prefill_tokens:
-            by_bucket.setdefault(bucket(length, buckets), []).append(index)
-            continue
-        starts = range(0, length, prefill_tokens)
-        chunks = tuple((start, bucket(min(length - start, prefill_tokens), buckets)) for start in starts)
-        calls.append(PrefillCall((index,), 1, chunks))
+        by_bucket.setdefault(bucket(length, buckets), []).append(index)
     for size, indices in sorted(by_bucket.items()):
         while indices:
             num_rows = max(
@@ -197,7 +167,7 @@ def plan_prefill(lengths: Sequence[int], prefill_tokens: int) -> list[PrefillCal
                 for rows in (1, 4, 16)
                 if rows == 1 or (rows * size <= prefill_tokens and len(indices) >= 3 * rows // 4)
             )
-            calls.append(PrefillCall(tuple(indices[:num_rows]), num_rows, ((0, size),)))
+            calls.append(PrefillCall(tuple(indices[:num_rows]), num_rows, size))
             indices = indices[num_rows:]
     return calls
 
@@ -241,8 +211,7 @@ class Counts:
     requests: int = 0
     prefill_tokens: int = 0
     shared_prompt_tokens: int = 0
-    """Prompt tokens that were not computed, because another prompt began with the same ones; with `prefill_tokens`
-    they make all prompt tokens."""
+    """Prompt tokens that were not computed, since their pages were there; with `prefill_tokens` they make all."""
     padding_tokens: int = 0
     sampled_tokens: int = 0
     decode_steps: int = 0
@@ -250,6 +219,8 @@ class Counts:
     """Rows computed, summed over decode steps."""
     used_row_steps: int = 0
     """Of these, rows that made a token."""
+    preemptions: int = 0
+    """Times that a row or a prompt gave its pages back to be computed again."""
     prefill_s: float = 0.0
     decode_s: float = 0.0
 
@@ -263,6 +234,7 @@ class Counts:
             "sampler/num_shared_prompt_tokens": self.shared_prompt_tokens,
             "sampler/shared_prompt_frac": self.shared_prompt_tokens / max(prompt_tokens, 1),
             "sampler/prefill_padding_frac": self.padding_tokens / max(self.prefill_tokens + self.padding_tokens, 1),
+            "sampler/num_preemptions": self.preemptions,
             "sampler/num_sampled_tokens": self.sampled_tokens,
             "sampler/num_decode_steps": self.decode_steps,
             "sampler/slot_occupancy_frac": self.used_row_steps / max(self.decode_steps * num_slots, 1),

@@ -220,7 +220,9 @@ def test_the_update_of_an_answer_does_not_depend_on_its_place_in_the_group() -> 
 def test_metrics_of_several_updates_keep_maxima_and_weigh_means_over_targets() -> None:
     nan = float("nan")
     names = ("policy/num_tokens", "policy/ratio_max", "policy/entropy", "policy/grad_norm", "mismatch/pearson")
-    rows = [dict(zip(names, row, strict=True)) for row in ((1, 3.0, 1.0, 1.0, 0.5), (3, 2.0, 2.0, 2.0, nan))]
+    rows: list[dict[str, float]] = [
+        dict(zip(names, row, strict=True)) for row in ((1, 3.0, 1.0, 1.0, 0.5), (3, 2.0, 2.0, 2.0, nan))
+    ]
     found = over_updates(rows)
     assert found == dict(zip(names, (2.0, 3.0, 1.75, 1.5, 0.5), strict=True))
     assert np.isnan(over_updates(rows[1:])["mismatch/pearson"])

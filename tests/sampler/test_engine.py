@@ -130,7 +130,7 @@ def test_shared_prefixes_of_any_length_meet_few_shapes():
         rests = (prompt(10 + i, 3 + i) for i in range(4))
         generate_all(engine, [GenerateRequest((*prompt(header, header), *rest), header, 3) for rest in rests])
 
-    for header in (40, 70, 100, 120):  # one for each bucket of prompts
+    for header in (40, 60, 90, 120, 128):  # one for each bucket of prompts, and one in two chunks
         wave(header)
     warm = engine.num_compilations
     for header in range(32, 129, 8):

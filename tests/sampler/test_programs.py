@@ -11,33 +11,47 @@ from jaxsp.sampler.scheduler import make_slots
 from jaxsp.sampler.weight_sync import to_sampler_layout
 from jaxsp.trajectory import GenerateRequest
 
-PROGRAMS = make_programs(SIZES, jnp.dtype(jnp.float32), 4, None)
+PROGRAMS = make_programs(SIZES, jnp.dtype(jnp.float32), 8, 4, None)
+PAGES = 40
+
+
+def compiled(program, *arguments) -> str:
+    return program.lower(*arguments).compile().as_text()
 
 
 @pytest.mark.parametrize("num_rows", [1, 4])
-def test_decoding_writes_the_cache_in_place(num_rows):
+def test_nothing_copies_the_cache(num_rows):
     params = jax.eval_shape(lambda: to_sampler_layout(tiny_params(), jnp.float32))
-    cache = jax.eval_shape(lambda: PROGRAMS.new_cache(num_rows, 128))
+    cache = jax.eval_shape(lambda: PROGRAMS.new_cache(PAGES))
     slots = make_slots(num_rows, [(GenerateRequest(prompt(0, 5), 0, 9), [1])])
-    compiled = PROGRAMS.decode.lower(params, cache, slots, np.int32(0)).compile()
-    shape = ",".join(map(str, cache[0][0].shape))
-    assert re.findall(rf"= f32\[{shape}\]\S* dynamic-update-slice\(|= f32\[{shape}\]\S* scatter\(", compiled.as_text())
-    assert not re.findall(rf"= f32\[{shape}\]\S* copy\(", compiled.as_text())
+    table, rows = np.zeros((num_rows, 16), np.int32), np.zeros(num_rows, np.int32)
+    programs = {
+        "decode": compiled(PROGRAMS.decode, params, cache, table, slots, np.int32(0)),
+        "prefill": compiled(PROGRAMS.prefill, params, cache, np.zeros((num_rows, 32), np.int32), rows, rows, table),
+        "copy": compiled(PROGRAMS.copy_pages, cache, rows, rows),
+    }
+    for text in programs.values():
+        shape = ",".join(map(str, cache[0][0].shape))
+        assert re.findall(rf"= f32\[{shape}\]\S* (?:dynamic-update-slice|scatter|fusion)\(", text)
+        assert not re.findall(rf"= f32\[{shape}\]\S* copy\(", text)
+    if num_rows > 1:  # and decoding writes each token into the rows that it gathered once
+        shape = f"{num_rows},2,128,8"
+        assert re.findall(rf"= f32\[{shape}\]\S* scatter\(", programs["decode"])
+        assert not re.findall(rf"= f32\[{shape}\]\S* copy\(", programs["decode"])
 
 
-def test_rows_are_gathered_into_a_larger_or_smaller_cache():
-    array = jnp.arange(3 * 2 * 4 * 8, dtype=jnp.float32).reshape(3, 2, 4, 8)
-    grown = PROGRAMS.gather_rows(array, np.array([2, 0, 0, 0], np.int32), 6)
-    assert grown.shape == (4, 2, 6, 8)
-    np.testing.assert_array_equal(grown[:2, :, :4], array[jnp.array([2, 0])])
-    assert not np.asarray(grown[:, :, 4:]).any()
-    np.testing.assert_array_equal(PROGRAMS.gather_rows(array, np.array([1], np.int32), 3), array[1:2, :, :3])
+def test_pages_are_copied_to_their_places_and_no_others():
+    cache = [(jnp.arange(PAGES * 2 * 8 * 8, dtype=jnp.float32).reshape(PAGES, 2, 8, 8),) * 2]
+    before = np.asarray(cache[0][0])
+    keys, values = make_copies(cache, [(3, 5), (3, 7), (9, 0)])
+    expected = before.copy()
+    expected[[5, 7, 0]] = before[[3, 3, 9]]
+    np.testing.assert_array_equal(keys, expected)
+    np.testing.assert_array_equal(values, expected)
 
 
-def test_rows_are_copied_to_their_places_and_no_others():
-    array, fresh = jnp.zeros((4, 2, 6, 8)), jnp.arange(2 * 2 * 5 * 8, dtype=jnp.float32).reshape(2, 2, 5, 8) + 1
-    source, target = np.array([1, 0, 1, 0], np.int32), np.array([3, 0, 2, 1], np.int32)
-    copied = PROGRAMS.copy_rows(array, fresh, source, target, np.int32(3))
-    for row, origin in ((3, 1), (0, 0), (2, 1)):
-        np.testing.assert_array_equal(copied[row, :, :5], fresh[origin])
-    assert not np.asarray(copied[1]).any() and not np.asarray(copied[:, :, 5:]).any()
+def make_copies(cache, copies):
+    source, target = np.zeros(4, np.int32), np.full(4, PAGES, np.int32)
+    source[: len(copies)], target[: len(copies)] = zip(*copies, strict=True)
+    cache = [tuple(jnp.array(pages) for pages in layer) for layer in cache]
+    return PROGRAMS.copy_pages(cache, source, target)[0]

@@ -5,7 +5,6 @@ from tiny_sampler import text_of
 
 from jaxsp.config import UserError
 from jaxsp.sampler.scheduler import (
-    SMALLEST_PROMPT,
     STOP_IDS_PER_SLOT,
     bucket,
     check_request,
@@ -13,7 +12,6 @@ from jaxsp.sampler.scheduler import (
     find_ending,
     make_slots,
     plan_prefill,
-    prefill_contexts,
     prompt_buckets,
     row_buckets,
 )
@@ -24,9 +22,10 @@ def test_buckets_ascend_and_end_at_the_limit():
     assert row_buckets(1) == (1,)
     assert row_buckets(32) == (1, 4, 16, 32)
     assert row_buckets(64) == (1, 4, 16, 64)
-    assert context_buckets(40) == (40,)
-    assert context_buckets(300) == (256, 300)
-    assert context_buckets(1024) == (256, 512, 1024)
+    assert context_buckets(40, 16) == (48,)
+    assert context_buckets(300, 16) == (256, 304)
+    assert context_buckets(1024, 16) == (256, 512, 1024)
+    assert context_buckets(700, 512) == (512, 1024)
     assert prompt_buckets(8) == (8,)
     assert prompt_buckets(256) == (48, 64, 96, 128, 192, 256)
     assert bucket(65, (64, 128)) == 128
@@ -34,23 +33,15 @@ def test_buckets_ascend_and_end_at_the_limit():
         bucket(129, (64, 128))
 
 
-@given(st.data(), st.integers(2, 700), st.sampled_from([1, 8, 50, 128, 1000]))
-def test_every_prefill_call_of_a_prompt_that_fits_has_a_context(data, max_context, prefill_tokens):
-    num_shared = data.draw(st.integers(0, max_context - 2))
-    (call,) = plan_prefill([data.draw(st.integers(1, max_context - 1 - num_shared))], prefill_tokens)
-    assert bucket(num_shared + call.capacity, prefill_contexts(max_context)) <= 2 * max(max_context, SMALLEST_PROMPT)
-
-
 @given(st.lists(st.integers(1, 400), max_size=70), st.sampled_from([8, 50, 128, 1000]))
-def test_a_prefill_plan_covers_each_prompt_once_within_the_budget(lengths, prefill_tokens):
+def test_a_prefill_plan_covers_each_chunk_once_within_the_budget(lengths, prefill_tokens):
+    lengths = [min(length, prefill_tokens) for length in lengths]
     calls = plan_prefill(lengths, prefill_tokens)
-    assert sorted(index for call in calls for index in call.prompts) == list(range(len(lengths)))
+    assert sorted(index for call in calls for index in call.chunks) == list(range(len(lengths)))
     for call in calls:
-        assert len(call.prompts) <= call.num_rows <= max(1, len(call.prompts) * 4 / 3)
-        assert all(call.num_rows * length <= prefill_tokens for _, length in call.chunks)
-        assert max(lengths[index] for index in call.prompts) <= call.capacity
-        ends = [start + length for start, length in call.chunks]
-        assert [start for start, _ in call.chunks] == [0, *ends[:-1]]
+        assert len(call.chunks) <= call.num_rows <= max(1, len(call.chunks) * 4 / 3)
+        assert call.num_rows * call.length <= prefill_tokens
+        assert max(lengths[index] for index in call.chunks) <= call.length
 
 
 def request(**settings) -> GenerateRequest:

@@ -10,7 +10,8 @@ import numpy as np
 from jaxsp.model.decoder import Params
 from jaxsp.model.sizes import DecoderSizes, Rope
 from jaxsp.sampler.engine import Engine, make_engine
-from jaxsp.sampler.sampling import process_logits
+from jaxsp.sampler.sampling import process_logits, sample_tokens
+from jaxsp.sampler.scheduler import find_ending
 from jaxsp.trajectory import Completion, GenerateRequest
 from tests.tiny import random_params, whole_logits
 
@@ -60,6 +61,31 @@ def assert_same_samples(found: Sequence[Completion], expected: Sequence[Completi
     for one, other in zip(found, expected, strict=True):
         assert (one.tokens, one.text, one.finish_reason) == (other.tokens, other.text, other.finish_reason)
         np.testing.assert_allclose(one.behaviour_logprobs, other.behaviour_logprobs, atol=1e-5)
+
+
+def reference_sample(params: Params, request: GenerateRequest) -> Completion:
+    """What `request` samples, by one whole forward pass per token."""
+    options = (request.temperature, request.top_k, request.top_p, request.min_p)
+    seed = np.array([[request.seed >> 32, request.seed & 0xFFFFFFFF]], np.uint32)
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    ending = None
+    while ending is None:
+        whole = (*request.tokens, *tokens)
+        padded = np.zeros((1, 128), np.int32)
+        padded[0, : len(whole)] = whole
+        token, logprob = _next_token(params, padded, len(whole), seed, len(tokens), *options)
+        tokens.append(int(token))
+        logprobs.append(float(logprob))
+        ending = find_ending(request, tokens, len(tokens) - 1, text_of)
+    return Completion(tuple(tokens), tuple(logprobs), ending.text, ending.finish_reason, 3)
+
+
+@jax.jit
+def _next_token(params, tokens, length, seed, token_index, temperature, top_k, top_p, min_p):
+    rows = (jnp.atleast_1d(x) for x in (token_index, temperature, top_k, top_p, min_p))
+    token, logprob = sample_tokens(whole_logits(SIZES, params, tokens)[:, length - 1], seed, *rows)
+    return token[0], logprob[0]
 
 
 def reference_logprobs(params: Params, request: GenerateRequest, tokens: Sequence[int]) -> np.ndarray:
