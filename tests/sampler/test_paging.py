@@ -20,7 +20,7 @@ SCARCE = {"num_slots": 4, "max_context": 64, "page_tokens": 4, "cache_tokens": 6
 def is_at_rest(engine: Engine) -> bool:
     """No page in use: what remains can be evicted."""
     engine.forget_prefixes()  # it refuses while a page is in use
-    return engine._pages.num_available == engine._pages.num_pages
+    return engine._batch._pages.num_available == engine._batch._pages.num_pages
 
 
 def test_when_pages_run_out_rows_are_computed_again_and_give_the_same_samples():
