@@ -40,6 +40,7 @@ _FIXES = {
     "SQLITE_FULL": "cannot grow, its disk is full; free space and resume",
     "SQLITE_CANTOPEN": "cannot be opened; check that it is a file and its permissions",
     "SQLITE_READONLY": "cannot be written; mend its permissions",
+    "SQLITE_IOERR": "cannot be read or written, its disk refuses; free space there or mend the disk, and resume",
 }
 
 

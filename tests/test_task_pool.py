@@ -1,6 +1,7 @@
 """The task pool: what goes in comes out, a killed step leaves nothing, and resuming undoes what came later."""
 
 import dataclasses
+import resource
 import signal
 import sqlite3
 import subprocess
@@ -180,6 +181,21 @@ def test_a_locked_pool_is_named_but_can_be_read(tmp_path):
                 second.add([make_task("b")])
         second.add([make_task("b")])
         assert [task.task_id for task in writer.tasks()] == ["a", "b"]
+
+
+def test_a_disk_that_refuses_a_write_is_one_message_that_names_the_file(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with TaskPool(tmp_path / "tasks.sqlite") as pool:
+        pool.add([make_task("before")])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))  # stands for a full disk
+        try:
+            with pytest.raises(UserError, match=r"tasks\.sqlite cannot be read or written.*free space.*resume"):
+                pool.add([make_task("after", text="x" * 100_000)])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert [task.task_id for task in pool.tasks()] == ["before"]
+    with TaskPool(tmp_path / "tasks.sqlite") as pool:
+        assert [task.task_id for task in pool.tasks()] == ["before"]
 
 
 def test_two_programs_may_open_a_new_pool_together(tmp_path):
