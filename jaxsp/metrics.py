@@ -9,8 +9,10 @@ import json
 import math
 import os
 import re
+import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, SupportsFloat
 
@@ -84,14 +86,26 @@ class MetricsWriter:
             raise cannot_write(self._path.parent, error) from error
 
     def close(self) -> None:
-        self._file.close()
-        self._events.close()
+        """Flushes and closes both files, each whatever became of the other. Raises `UserError` if the disk refuses."""
+        errors = []
+        # A failed flush ends `EventsWriter.close` before it closes its file: hence the last of the three.
+        for close in (self._file.close, self._events.close, self._events._py_recordio_writer.close):
+            try:
+                close()
+            except OSError as error:
+                errors.append(error)
+        if errors:
+            raise cannot_write(self._path.parent, errors[0]) from errors[0]
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except UserError:
+            if kind is None:  # else the earlier error is the one to tell
+                raise
 
 
 def _check_names(names: Iterable[str]) -> None:
@@ -100,27 +114,43 @@ def _check_names(names: Iterable[str]) -> None:
             raise ValueError(f"metric name {name!r} is not of the form part/what: {METRIC_NAME.pattern}")
 
 
-def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """The rows of `run_dir/metrics.jsonl`, oldest first; empty if there is none.
+def read_metrics(
+    run_dir: str | Path, is_row: Callable[[dict[str, Any]], bool] = lambda row: True
+) -> list[dict[str, Any]]:
+    """The rows of `run_dir/metrics.jsonl`, oldest first: numbers and None by name; empty if there is none.
 
-    A last line without its end, which a killed run leaves, is left out. Raises `UserError` for any other bad line.
+    A last line without its end, which a killed run leaves, is left out. Raises `UserError` for any other bad line, or
+    one that `is_row` refuses, and for a file that cannot be read.
     """
-    return read_rows(Path(run_dir) / "metrics.jsonl")
+    return read_rows(
+        Path(run_dir) / "metrics.jsonl",
+        lambda row: all(value is None or is_number(value) for value in row.values()) and is_row(row),
+    )
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects with a `step` in the file's lines; as `read_metrics`."""
-    if not path.exists():
+def read_rows(path: Path, is_row: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """The JSON objects with an integer `step` in the file's lines, which `is_row` must accept; as `read_metrics`."""
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     rows = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+    for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            int(row["step"])
-        except (ValueError, TypeError, KeyError) as error:
-            raise UserError(f"{path}:{number} is not a row of this file; mend or delete that line") from error
+        except (ValueError, RecursionError):
+            row = None
+        if not (isinstance(row, dict) and type(row.get("step")) is int and is_row(row)):
+            raise UserError(f"{path}:{number} is not a row of this file; mend or delete that line")
         rows.append(row)
     return rows
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value out of JSON is a number that a float can hold: no NaN and no infinity."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 class EpisodeLog:
@@ -157,7 +187,7 @@ class EpisodeLog:
         try:
             with gzip.open(path, "rt", encoding="utf-8") as file:
                 return [json.loads(line) for line in file]
-        except (OSError, EOFError, ValueError) as error:
+        except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
             raise UserError(f"episodes {path} cannot be read: {error}") from error
 
     def drop_after(self, step: int) -> int:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from jaxsp.config import UserError
 from jaxsp.evaluate import ChallengerReport, Estimate, ReasonerReport
-from jaxsp.metrics import EpisodeLog, cannot_write, read_metrics, read_rows, write_atomically
+from jaxsp.metrics import EpisodeLog, cannot_write, is_number, read_metrics, read_rows, write_atomically
 
 FILE_NAME = "evaluations.jsonl"
 SECONDS_NAME = "seconds.json"
@@ -28,7 +28,7 @@ def read_seconds(run_dir: Path) -> dict[str, float]:
         return {str(part): float(value) for part, value in json.loads(path.read_bytes()).items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(f"{path} does not hold the seconds of a run ({error}); delete it") from error
 
 
@@ -54,9 +54,10 @@ class EvaluationLog:
     def rows(self) -> list[dict[str, Any]]:
         """`{"step": int, "rows": {name: {"mean", "error", "count"}}}` for each evaluation, in order; None is no value.
 
-        A last line without its end, which a killed run leaves, is left out. Raises `UserError` for any other bad line.
+        A last line without its end, which a killed run leaves, is left out. Raises `UserError` for any other bad line
+        and for a file that cannot be read.
         """
-        return read_rows(self._path)
+        return read_rows(self._path, _is_evaluation)
 
     def has(self, step: int) -> bool:
         return any(row["step"] == step for row in self.rows())
@@ -109,6 +110,23 @@ def _as_row(value: Estimate) -> dict[str, float | None]:
     return {name: None if math.isnan(each) else each for name, each in dataclasses.asdict(value).items()}
 
 
+def _is_evaluation(row: Mapping[str, Any]) -> bool:
+    """Whether `row` is of the form that `EvaluationLog.rows` tells."""
+    estimates = row.get("rows")
+    return isinstance(estimates, dict) and all(
+        isinstance(each, dict)
+        and type(each.get("count")) is int
+        and all(name in each and (each[name] is None or is_number(each[name])) for name in ("mean", "error"))
+        for each in estimates.values()
+    )
+
+
+def _has_rates(row: Mapping[str, Any]) -> bool:
+    """Whether a row of metrics with sampled tokens has the seconds that they took."""
+    seconds = ("sampler/prefill_s", "sampler/decode_s", "time/update_s")
+    return not row.get("sampler/num_sampled_tokens") or all(is_number(row.get(name)) for name in seconds)
+
+
 def _from_row(row: Mapping[str, Any] | None) -> Estimate:
     """What `_as_row` was given; of a row that is not there, no value."""
     if row is None:
@@ -146,7 +164,7 @@ def print_report(run_dir: Path, console: Console) -> None:
         table.add_row(part, f"{value:.0f}")
     table.add_row("total", f"{sum(seconds.values()):.0f}")
     console.print(table)
-    rows = [row for row in read_metrics(run_dir) if row.get("sampler/num_sampled_tokens")]
+    rows = [row for row in read_metrics(run_dir, _has_rates) if row.get("sampler/num_sampled_tokens")]
     if rows:
         sampled = sum(row["sampler/num_sampled_tokens"] for row in rows)
         sampler_s = sum(row["sampler/prefill_s"] + row["sampler/decode_s"] for row in rows)

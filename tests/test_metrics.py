@@ -3,6 +3,8 @@
 import gzip
 import json
 import math
+import os
+import resource
 import time
 from pathlib import Path
 
@@ -81,6 +83,68 @@ def test_a_run_directory_that_cannot_be_made_is_one_message(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write"):
         MetricsWriter(tmp_path / "file" / "run")
+
+
+@pytest.fixture
+def full_disk():
+    """Files cannot grow beyond 4 kB; called, it lifts that."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_the_message_of_the_write_and_closes_both_files(tmp_path, full_disk):
+    with pytest.raises(UserError, match=r"cannot write .*free space") as error, MetricsWriter(tmp_path) as writer:
+        for step in range(100):  # rows that the file's buffer keeps after it could not write them
+            writer.write(step, {f"a/b{index}": math.nan for index in range(20)})
+    full_disk()
+    assert error.value.__context__ is error.value.__cause__, "no error of the closing stands in between"
+    assert [entry for entry in os.listdir("/proc/self/fd") if is_inside(entry, tmp_path)] == []
+
+
+def test_an_error_of_the_closing_alone_is_a_message_too(tmp_path, full_disk):
+    writer = MetricsWriter(tmp_path)
+    with pytest.raises(UserError, match="cannot write"):
+        for step in range(100):
+            writer.plot(step, {f"a/b{index}": 1.0 for index in range(20)})
+    with pytest.raises(UserError, match=r"cannot write .*free space"):
+        writer.close()
+    full_disk()
+    assert [entry for entry in os.listdir("/proc/self/fd") if is_inside(entry, tmp_path)] == []
+
+
+def is_inside(descriptor: str, folder: Path) -> bool:
+    link = f"/proc/self/fd/{descriptor}"
+    return os.path.lexists(link) and os.readlink(link).startswith(str(folder))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "1",
+        "{}",
+        '{"step": "3"}',
+        '{"step": 1.5}',
+        '{"step": 1e400}',
+        '{"step": 3, "a/b": "text"}',
+        '{"step": 3, "a/b": 1e400}',
+        '{"step": 3, "a/b": NaN}',
+        f'{{"step": 3, "a/b": {10**400}}}',
+        "[" * 100_000,
+    ],
+    ids=lambda line: line[:24],
+)
+def test_a_line_of_no_numbers_is_named(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 0, "a/b": null}}\n{line}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2 is not a row of this file; mend or delete that line"):
+        read_metrics(tmp_path)
+
+
+def test_a_folder_in_the_place_of_the_metrics_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be read: Is a directory"):
+        read_metrics(tmp_path)
 
 
 def test_episodes_are_equal_bytes_for_equal_rows_and_come_back(tmp_path):

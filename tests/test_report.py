@@ -153,6 +153,40 @@ def test_evaluations_are_one_line_a_step_and_go_where_a_run_is_resumed(tmp_path:
         log.rows()
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 1}',
+        '{"step": 1, "rows": 3}',
+        '{"step": 1, "rows": {"a": 3}}',
+        '{"step": 1, "rows": {"a": {"mean": 0.5, "error": null}}}',
+        '{"step": 1, "rows": {"a": {"mean": "half", "error": null, "count": 3}}}',
+        '{"step": 1, "rows": {"a": {"mean": 0.5, "error": null, "count": "3"}}}',
+        '{"step": 1, "rows": {"a": {"mean": 1e400, "error": null, "count": 3}}}',
+    ],
+)
+def test_an_evaluation_that_cannot_be_printed_is_named(tmp_path: Path, line: str) -> None:
+    EvaluationLog(tmp_path).write(0, REASONER, CHALLENGER)
+    with (tmp_path / "evaluations.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(UserError, match=r"evaluations\.jsonl:2 is not a row of this file; mend or delete that line"):
+        printed(print_report, tmp_path)
+
+
+@pytest.mark.parametrize("rest", ["", ', "sampler/prefill_s": null, "sampler/decode_s": 1, "time/update_s": 1'])
+def test_self_play_without_its_seconds_is_named(tmp_path: Path, rest: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 3, "sampler/num_sampled_tokens": 3{rest}}}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl:1 is not a row of this file; mend or delete that line"):
+        printed(print_report, tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, f'{{"load": {10**400}}}', '{"load": "long"}', "[]"], ids=range(4))
+def test_seconds_that_are_none_are_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "seconds.json").write_text(text)
+    with pytest.raises(UserError, match=r"seconds\.json does not hold the seconds of a run"):
+        printed(print_report, tmp_path)
+
+
 def test_a_reasoners_table_names_kinds_and_how_answers_ended() -> None:
     out = printed(print_reasoner, REASONER)
     assert cells(out) == [
