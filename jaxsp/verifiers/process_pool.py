@@ -8,6 +8,7 @@ hung call costs its deadline and one worker's restart, and the other workers go 
 import asyncio
 import contextlib
 import ctypes
+import errno
 import functools
 import importlib
 import os
@@ -27,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import psutil
 
@@ -39,6 +40,17 @@ _TERMINATE_S = 0.5
 _STARTS_PER_CALL = 3
 _ADDRESS_SPACE_FACTOR = 4
 _PR_SET_PDEATHSIG = 1
+_TMPDIR_FIX = "set TMPDIR to a folder on a disk with space that can be written"
+_START_FIXES = {
+    errno.EMFILE: "raise the number of open files that the shell allows (ulimit -n) or start fewer workers",
+    errno.ENFILE: "end other programs, all of this machine's open files are in use",
+    errno.ENOENT: _TMPDIR_FIX,
+    errno.EACCES: _TMPDIR_FIX,
+    errno.EROFS: _TMPDIR_FIX,
+    errno.ENOSPC: _TMPDIR_FIX,
+    errno.EDQUOT: _TMPDIR_FIX,
+}
+_FEWER_WORKERS = "free memory or start fewer workers"
 
 
 @dataclass(frozen=True)
@@ -112,14 +124,25 @@ class ProcessPool:
     def start(self) -> "ProcessPool":
         """Starts every worker and waits for it; raises `UserError` with the worker's own words if one cannot start."""
         assert not self._threads, "a pool starts once"
-        self._wake_read, self._wake_write = os.pipe()
+        try:
+            tempfile.gettempdir()  # chosen now: once files run short, it would blame the folders
+            self._wake_read, self._wake_write = os.pipe()
+        except OSError as error:
+            raise UserError(f"a verifier worker process did not start: {_reason_and_fix(error)}") from error
         ready: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        refused = None
         for index in range(self._num_workers):
             # Daemons: a pool that nobody closed must not keep the interpreter from ending.
             thread = threading.Thread(target=self._serve, args=(ready,), name=f"process-pool-{index}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the limit of threads
+                refused = f"{error}; {_FEWER_WORKERS}"
+                break
             self._threads.append(thread)
-            thread.start()
         failures = [failure for _ in self._threads if (failure := ready.get()) is not None]
+        if refused is not None:
+            failures.append(refused)
         if failures:
             self.close()
             raise UserError(f"a verifier worker process did not start: {failures[0]}")
@@ -194,7 +217,7 @@ class ProcessPool:
                 worker.stop()
                 worker = None
             if worker is None and not self._is_closed:
-                worker = self._restart_worker()
+                worker, _ = self._restart_worker()  # if that fails, the next call tries again and tells why
         if call is not None:
             call.future.cancel()
         if worker is not None:
@@ -202,15 +225,16 @@ class ProcessPool:
 
     def _attempt_twice(self, worker: "_Worker | None", call: _Call) -> "tuple[Outcome, _Worker | None]":
         """The call's outcome, and its worker if that is still fit for the next call."""
-        outcome = Outcome("died", detail="no worker process could be started")
         for attempt in range(2):
             if worker is not None and not worker.is_alive():
                 worker.stop()
                 worker = None
+            reason = "the pool was closed"
             for _ in range(_STARTS_PER_CALL):
-                worker = worker or (None if self._is_closed else self._restart_worker())
+                if worker is None and not self._is_closed:
+                    worker, reason = self._restart_worker()
             if worker is None:
-                break
+                return Outcome("died", detail=f"no worker process could be started: {reason}"), None
             outcome, is_retryable = worker.call(call)
             if outcome.status in ("ok", "error"):
                 return outcome, worker
@@ -219,19 +243,20 @@ class ProcessPool:
             if outcome.status == "died":
                 outcome = Outcome("died", detail=f"{outcome.detail}: {reason}")
             if not is_retryable or attempt == 1:
-                break
+                return outcome, None
             self._count("retried")
-        return outcome, None
+        raise AssertionError("the second attempt returns")
 
     def _start_worker(self) -> "_Worker":
         return _Worker(self._preload, self._memory_limit_bytes, self._start_timeout_s, self._wake_read)
 
-    def _restart_worker(self) -> "_Worker | None":
+    def _restart_worker(self) -> "tuple[_Worker | None, str]":
+        """A fresh worker, or why there is none."""
         self._count("restarted")
         try:
-            return self._start_worker()
-        except _StartError:
-            return None
+            return self._start_worker(), ""
+        except _StartError as error:
+            return None, str(error)
 
     def _count(self, name: str) -> None:
         with self._lock:
@@ -239,7 +264,7 @@ class ProcessPool:
 
 
 class _StartError(Exception):
-    """Why a worker did not come up."""
+    """Why a worker did not come up, and what to do about it."""
 
 
 class _Worker:
@@ -250,17 +275,34 @@ class _Worker:
         self._memory_limit_bytes = memory_limit_bytes
         self._wake_fd = wake_fd
         self._inbox = bytearray()
-        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop()
-        child_read, self._write_fd = os.pipe()
-        self._read_fd, child_write = os.pipe()
-        self._poll_end = select.poll()
-        self._poll_end.register(self._read_fd, 0)
-        os.set_blocking(self._read_fd, False)
-        os.set_blocking(self._write_fd, False)
-        # The parent's import path, so that the worker finds the same code; -P keeps the working directory off it.
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        arguments = [str(child_read), str(child_write), str(os.getpid()), str(memory_limit_bytes), *preload]
+        self._files = contextlib.ExitStack()  # what the parent holds open for this worker
         try:
+            self._spawn(preload)
+        except OSError as error:
+            self._files.close()
+            raise _StartError(_reason_and_fix(error)) from error
+        status, message = self._exchange(b"", start_timeout_s)
+        if status != "ok":
+            reason = f"not ready within {start_timeout_s:g} s" if status == "timeout" else message
+            end = self.stop()
+            was_killed = status == "died" and self._process.returncode == -signal.SIGKILL
+            raise _StartError(f"{reason}: {end}" + (f" (out of memory?); {_FEWER_WORKERS}" if was_killed else ""))
+
+    def _spawn(self, preload: tuple[str, ...]) -> None:
+        """Opens the files and starts the process. Raises OSError; what it opened by then stands in `_files`."""
+        with contextlib.ExitStack() as child_files:
+            self._stderr = self._files.enter_context(tempfile.TemporaryFile())
+            child_read, self._write_fd = os.pipe()
+            child_files.callback(os.close, child_read)
+            self._files.callback(os.close, self._write_fd)
+            self._read_fd, child_write = os.pipe()
+            self._files.callback(os.close, self._read_fd)
+            child_files.callback(os.close, child_write)
+            os.set_blocking(self._read_fd, False)
+            os.set_blocking(self._write_fd, False)
+            # The parent's import path, so that the worker finds the same code; -P keeps the working directory off it.
+            path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+            arguments = [str(child_read), str(child_write), str(os.getpid()), str(self._memory_limit_bytes), *preload]
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "jaxsp.verifiers.process_pool", "--worker", *arguments],
                 stdin=subprocess.DEVNULL,
@@ -270,16 +312,8 @@ class _Worker:
                 env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
                 start_new_session=True,
             )
-        except OSError as error:
-            self._close_files()
-            raise _StartError(str(error)) from error
-        finally:
-            os.close(child_read)
-            os.close(child_write)
-        status, message = self._exchange(b"", start_timeout_s)
-        if status != "ok":
-            reason = f"not ready within {start_timeout_s:g} s" if status == "timeout" else message
-            raise _StartError(f"{reason}: {self.stop()}")
+        self._poll_end = select.poll()
+        self._poll_end.register(self._read_fd, 0)
 
     def is_alive(self) -> bool:
         """Whether the worker still holds its end of the pipe. Unlike `Popen.poll` this does not reap it."""
@@ -350,7 +384,7 @@ class _Worker:
     def _resident_bytes(self) -> int:
         try:
             return psutil.Process(self._process.pid).memory_info().rss
-        except psutil.NoSuchProcess:
+        except (psutil.Error, OSError):  # it ended, or this process may open no more files: the second limit is left
             return 0
 
     def stop(self) -> str:
@@ -363,18 +397,19 @@ class _Worker:
         self._stderr.seek(0, os.SEEK_END)
         self._stderr.seek(max(0, self._stderr.tell() - 2000))
         words = self._stderr.read().decode(errors="replace").strip().splitlines()
-        self._close_files()
-        return f"exit code {code}" + (f", last words: {words[-1].strip()}" if words else "")
-
-    def _close_files(self) -> None:
-        os.close(self._read_fd)
-        os.close(self._write_fd)
-        self._stderr.close()
+        self._files.close()
+        end = f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.Signals(-code).name})"
+        return end + (f", last words: {words[-1].strip()}" if words else "")
 
     def _signal_group(self, number: signal.Signals) -> None:
         # macOS refuses with PermissionError when only the dead leader is left.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
+
+
+def _reason_and_fix(error: OSError) -> str:
+    file = "" if error.filename is None else f": {error.filename}"
+    return f"{error.strerror or error}{file}; {_START_FIXES.get(error.errno or 0, _FEWER_WORKERS)}"
 
 
 def _function_name(function: Callable[..., Any] | str) -> str:

@@ -1,8 +1,12 @@
 import asyncio
+import contextlib
+import itertools
 import os
+import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import psutil
@@ -194,6 +198,66 @@ def test_a_worker_that_cannot_start_is_a_user_error_with_its_own_words():
         ProcessPool(2, preload=("no_such_module",)).start()
     with pytest.raises(UserError, match=r"not ready within 0\.01 s"):
         ProcessPool(1, preload=("math_verify",), start_timeout_s=0.01).start()
+
+
+@contextlib.contextmanager
+def free_descriptors(count: int):
+    """Within, this process may open `count` more files."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = open_descriptors()
+    free = (number for number in itertools.count() if number not in taken)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next(itertools.islice(free, count, None)), limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def open_descriptors() -> set[int]:
+    listed = {int(name) for name in os.listdir("/proc/self/fd")}
+    return {number for number in listed if os.path.lexists(f"/proc/self/fd/{number}")}  # without the listing's own
+
+
+@pytest.mark.parametrize("count", range(8))
+def test_no_descriptors_left_is_one_error_at_the_start_and_leaves_none_behind(count):
+    # The pool takes two, a worker seven: a file, two pipes, and two to find out whether it could be started.
+    before = open_descriptors()
+    with (
+        free_descriptors(count),
+        pytest.raises(UserError, match=r"did not start: Too many open files.*; raise .*ulimit -n"),
+    ):
+        ProcessPool(1).start()
+    assert open_descriptors() == before
+
+
+def test_no_folder_for_temporary_files_is_one_error_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(UserError, match=r"did not start: No such file.*gone.*; set TMPDIR"):
+        ProcessPool(2).start()
+
+
+def test_a_worker_killed_while_it_starts_is_an_error_with_a_fix(tmp_path, monkeypatch):
+    (tmp_path / "killed_at_import.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=r"the worker ended: signal 9 \(SIGKILL\).*memory.*fewer workers"):
+        ProcessPool(1, preload=("killed_at_import",)).start()
+
+
+def test_a_worker_that_cannot_be_replaced_costs_the_call_and_the_next_one_gets_a_new_worker():
+    with ProcessPool(1) as pool:
+        os.kill(pool.run(os.getpid).value, signal.SIGKILL)
+        time.sleep(0.1)
+        with free_descriptors(0):  # the dead worker's three are given back before the new one is started
+            outcome = pool.submit("operator:add", 1, 2).result(20)
+        assert outcome.status == "died" and "could be started: Too many open files" in outcome.detail
+        assert pool.submit("operator:add", 1, 2).result(20).value == 3
+
+
+def test_no_descriptors_left_does_not_end_a_call():
+    with ProcessPool(1) as pool:
+        call = pool.submit("time:sleep", 0.5)
+        with free_descriptors(0):
+            assert call.result(20).status == "ok"
 
 
 def test_a_function_that_a_worker_cannot_import_is_refused():
