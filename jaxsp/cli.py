@@ -11,7 +11,9 @@ import json
 import math
 import os
 import shlex
+import shutil
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,6 +22,7 @@ from jaxsp.command_line import make_parser
 from jaxsp.config import RunConfig, UsageError, UserError
 
 _CACHE_DIR = "JAX_COMPILATION_CACHE_DIR"
+_SILENCE_S = 15.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.overrides += rest  # behind an option, argparse takes no more of them itself
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if sys.stdout is None:  # as `>&-` leaves it
+        print("jaxsp: standard output is closed: there is nowhere to write to", file=sys.stderr)
+        return 1
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -61,6 +67,8 @@ def _explain(error: Exception) -> tuple[str, int]:
         return str(error), error.exit_code
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"no space left on the disk{f' for {error.filename}' if error.filename else ''}; free some there", 1
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}; mend the name or its permissions", 1
     first_line = (str(error).strip() or "no message").splitlines()[0]
     if "RESOURCE_EXHAUSTED" in first_line:
         return f"the device is out of memory ({first_line[:200]}); choose smaller sizes or --dtype bfloat16", 1
@@ -123,9 +131,11 @@ def _train(arguments: argparse.Namespace) -> int:
     run_dir = run_dir or make_run_dir(config, Path(str(arguments.config)).stem)
     try:
         is_done = train(config, run_dir, is_resume=is_resume, console=console)
-    except Exception:
+    except (Exception, KeyboardInterrupt) as error:
         if not is_resume:
             discard_run_dir(run_dir)
+        if isinstance(error, KeyboardInterrupt) and run_dir.exists():
+            print(f"\njaxsp: go on with: {_program()} train --resume {shlex.quote(str(run_dir))}", file=sys.stderr)
         raise
     _print_next(config, run_dir, is_done, console.print)
     return 0
@@ -133,7 +143,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _print_next(config: RunConfig, run_dir: Path, is_done: bool, write: Callable[..., None]) -> None:
     lines = ["", f"run directory: {run_dir}"]
-    run, export = shlex.quote(str(run_dir)), shlex.quote(str(run_dir / "export"))
+    program, run, export = _program(), shlex.quote(str(run_dir)), shlex.quote(str(run_dir / "export"))
     if is_done:
         evaluation = config.evaluation
         options = f"--questions {shlex.quote(evaluation.questions or 'embedded')}"
@@ -143,16 +153,22 @@ def _print_next(config: RunConfig, run_dir: Path, is_done: bool, write: Callable
             options += f" --temperature {evaluation.temperature}"
         lines += [
             "next:",
-            f"  jaxsp report {run}",
-            f"  jaxsp eval {run} {options}",
-            f"  jaxsp export {run} --out {export}",
-            f"  jaxsp sample {export} --chat --prompt 'Anna had 9 cups and gave away 4. How many are left?'",
-            f"  tensorboard --logdir {shlex.quote(str(run_dir / 'tb'))}",
+            f"  {program} report {run}",
+            f"  {program} eval {run} {options}",
+            f"  {program} export {run} --out {export}",
+            f"  {program} sample {export} --chat --prompt 'Anna had 9 cups and gave away 4. How many are left?'",
+            f"  tensorboard --logdir {shlex.quote(str(run_dir / 'tb'))}  (after pip install tensorboard)",
         ]
     else:
-        lines += ["stopped before the end; go on with:", f"  jaxsp train --resume {run}"]
+        lines += ["stopped before the end; go on with:", f"  {program} train --resume {run}"]
     for line in lines:
         write(line, highlight=False, soft_wrap=True)
+
+
+def _program() -> str:
+    """How the user can call this program: `jaxsp`, or the path it was called by where that would not be found."""
+    called = Path(sys.argv[0])
+    return shlex.quote(str(called)) if called.name == "jaxsp" and shutil.which("jaxsp") is None else "jaxsp"
 
 
 def _find_model(arguments: argparse.Namespace) -> Any:
@@ -188,7 +204,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     max_tokens = arguments.max_tokens or (512 if own is None else own.reasoner_max_tokens)
     sampling = Sampling(max_tokens, arguments.temperature)
     with contextlib.ExitStack() as stack:
-        output = stack.enter_context(_open_output(arguments.output)) if arguments.output else None
+        output = None if arguments.output is None else stack.enter_context(_open_output(arguments.output))
         pool = stack.enter_context(make_verifier_pool(arguments.workers, arguments.timeout))  # before JAX's devices
         asked = [PROMPTS[prompts].reasoner_messages(question.text) for question in questions]
         lengths = [len(text.renderer.prompt(messages)) + max_tokens for messages in asked]
@@ -205,15 +221,29 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _exp(x: float) -> float:
+    return math.exp(x) if x < 700 else math.inf
+
+
 @contextlib.contextmanager
 def _open_output(path: str) -> Iterator[TextIO]:
-    """The file to write to, opened at once: hours of work should not end at a directory that is not there."""
+    """What to write the file to, opened at once: hours of work should not end at a directory that is not there.
+
+    It takes the place of a file that is there already only when the work is done.
+    """
+    partial = Path(f"{path}.part")
     try:
-        file = open(path, "w", encoding="utf-8")  # noqa: SIM115 -- closed below; only opening may fail here
+        if not path or Path(path).is_dir():
+            raise UserError(f"--output {path!r} names no file")
+        file = partial.open("w", encoding="utf-8")
     except OSError as error:
         raise UserError(f"--output {path} cannot be written: {error.strerror}") from error
-    with file:
-        yield file
+    try:
+        with file:
+            yield file
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -227,10 +257,16 @@ def _counted(generate: Callable[[Any], Awaitable[Any]], total: int) -> Iterator[
     clocks = (TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, *clocks, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=total)
+        done, last_line_s = 0, time.monotonic()
 
         async def counted(request: Any) -> Any:
+            nonlocal done, last_line_s
             completion = await generate(request)
             progress.advance(task)
+            done += 1
+            if not console.is_terminal and time.monotonic() - last_line_s > _SILENCE_S:
+                print(f"jaxsp: {done} of {total} answers", file=sys.stderr, flush=True)
+                last_line_s = time.monotonic()
             return completion
 
         yield counted
@@ -307,7 +343,7 @@ def _score(arguments: argparse.Namespace) -> int:
             print(f"{place}: {len(scores.tokens)} tokens, score {scores.score}", flush=True)
         else:
             total, count = math.fsum(scores.logprobs[1:]), len(scores.tokens) - 1
-            each = f", {total / count:.4f} each, perplexity {math.exp(-total / count):.4g}" if count else ""
+            each = f", {total / count:.4f} each, perplexity {_exp(-total / count):.4g}" if count else ""
             print(f"{place}: {count + 1} tokens, log-probability {total:.4f}{each}", flush=True)
 
     score(_find_model(arguments), inputs, write)

@@ -86,7 +86,7 @@ def _add_sample_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--top-p", type=_top_p, default=1.0, metavar="P", help="1 (default) is off")
     sub.add_argument("--min-p", type=_min_p, default=0.0, metavar="P", help="0 (default) is off")
     sub.add_argument("--stop", nargs="+", action="extend", type=_stop, default=[], metavar="STR",
-                     help="texts that end a sample and are cut from it")  # fmt: skip
+                     help="texts that end a sample and are cut from it (MODEL stands before them)")  # fmt: skip
     sub.add_argument("--seed", type=int, default=0, help="the same seed gives the same samples")
     sub.add_argument("--num-samples", type=_count, default=1, metavar="G", help="samples per prompt")
     sub.add_argument("--json", action="store_true", help="one JSON line per sample")

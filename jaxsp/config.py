@@ -32,10 +32,13 @@ class ModelConfig:
 
     name: str = MISSING
     renderer: Literal["auto", "qwen3", "chatml", "llama3", "plain"] = "auto"
+    """The chat format; `auto`: the one whose control tokens the tokenizer has."""
     thinking: Literal["on", "off", "absent"] = "absent"
+    """Whether Qwen3 thinks: `on` lets it, `off` gives it an empty thought, `absent` says nothing of thinking."""
     system_prompt: str | None = "auto"
     """Stands in where a conversation has no system message. `auto`: what the model's own chat template puts there."""
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of activations, and of the sampler's weights and cache; master weights, moments and sums are float32."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,15 @@ class MeshConfig:
     """Devices along each axis of the learner's mesh; one of them may be -1, which takes what is left."""
 
     data: int = 1
+    """Rows of a batch; each device holds all parameters."""
     fsdp: int = -1
+    """Rows of a batch, and parameters, moments and gradients."""
     context: int = 1
+    """Reserved: must be 1."""
     expert: int = 1
+    """Reserved: must be 1."""
     tensor: int = 1
+    """Heads, MLP and vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +77,16 @@ class SamplerConfig:
 @dataclass(frozen=True)
 class LearnerConfig:
     learning_rate: float = 1e-6
+    """Of AdamW in self-play, constant; `beta1`, `beta2` and `weight_decay` are AdamW's."""
     beta1: float = 0.9
     beta2: float = 0.95
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
+    """Gradients of a larger norm are scaled down to it."""
     advantage: Literal["group_mean", "group_std"] = "group_mean"
+    """Reward minus its group's mean (DrGRPO), or that divided by the group's standard deviation (GRPO)."""
     clip_low: float = 0.2
+    """The ratio of new to old probability is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: float = 0.2
     importance_cap: float = 2.0
     """Upper bound of the weight that corrects sampler against learner (token-level truncated importance sampling)."""
@@ -89,6 +101,7 @@ class LearnerConfig:
     row_tokens: int = 4096
     """Tokens of one packed row."""
     rows_per_microbatch: int = 1
+    """Rows whose gradients are computed at one time."""
     logits_chunk: int = 1024
     """Target positions whose logits exist at one time."""
 
@@ -101,7 +114,9 @@ class WarmStartConfig:
     """JSONL with `messages` on each line, or `embedded`. None: no warm start."""
     num_steps: int = 0
     batch_size: int = 16
+    """Conversations of a step."""
     learning_rate: float = 1e-5
+    """Of the first step."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +124,9 @@ class SpiceConfig:
     """SPICE (arXiv 2510.24684), section and equation numbers of the paper in `jaxsp/methods/spice.py`."""
 
     num_steps: int = 640
+    """Steps of self-play."""
     documents_per_step: int = 128
+    """Documents that the challenger reads in a step."""
     group_size: int = 8
     """G: challenger tries kept per document, and reasoner answers per question."""
     max_attempts: int = 1024
@@ -117,24 +134,33 @@ class SpiceConfig:
     attempts_per_round: int = 8
     """Tries sampled together for one document; rounds go on until a valid question or `max_attempts`."""
     variance_tau: float = 0.01
+    """tau of the challenger's `gaussian_variance` reward: how sharply it peaks where half of the answers are right."""
     invalid_reward: float = -0.1
+    """The challenger's reward for an attempt that gave no valid question."""
     challenger_reward: Literal[
         "gaussian_variance", "one_minus_abs", "one_minus_p", "threshold", "learnability_4p1mp"
     ] = "gaussian_variance"
+    """Of a valid question, a function of its solve rate; `jaxsp/rollout/rewards.py` has the formulas."""
     prompts: Literal["full", "compact"] = "full"
+    """`full` has the paper's structure and asks for JSON; `compact` is one line each, for models below a billion."""
     temperature: float = 1.0
+    """Of both roles while training."""
     challenger_max_tokens: int = 1024
+    """Sampled tokens of each of the challenger's two calls; a reply cut off here is invalid."""
     reasoner_max_tokens: int = 1024
+    """Sampled tokens of an answer."""
     is_grounded_only: bool = False
     """Also ask that all numbers of an integer question and its answer stand in one sentence of the document."""
     shares_answers: bool = False
-    """Questions with the same text in a step share one set of G answers."""
+    """Tasks of a step with equal question, answer and answer type share one set of G answers."""
     tasks_per_document: int = 1
     """Tasks of a document that train the reasoner."""
     prefers_mixed_tasks: bool = False
     """Draw them from the tasks answered sometimes right and sometimes wrong, where there are any."""
     trains_challenger: bool = True
+    """False: its attempts are played and paid, but not learned from."""
     trains_reasoner: bool = True
+    """Likewise."""
 
 
 @dataclass(frozen=True)
@@ -152,22 +178,29 @@ class EvaluationConfig:
     documents: str | None = None
     """Held-out documents on which the challenger is looked at: `embedded`, `embedded:TOPIC` or a corpus path."""
     every_steps: int = 0
-    """0: only before and after."""
+    """Steps of self-play between evaluations. 0: only before and after."""
     num_samples: int = 1
+    """Answers per question."""
     temperature: float = 0.0
+    """Of the answers; 0 is greedy. The challenger is looked at under `spice.temperature`."""
     challenger_samples: int = 4
+    """Attempts per held-out document."""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     every_steps: int = 10
+    """Steps between checkpoints; there is one at the end of each phase too."""
     keep: int = 2
+    """The newest this many are kept."""
 
 
 @dataclass(frozen=True)
 class VerifierConfig:
     num_workers: int = 2
+    """Processes that check answers."""
     timeout_s: float = 5.0
+    """After this a check is ended, and counts as `timeout`."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxsp.chat import Renderer
 from jaxsp.checkpoint import Checkpointer
 from jaxsp.config import ModelConfig, RunConfig, SamplerConfig, UserError, load_config
+from jaxsp.json_lines import read_json_lines, read_object
 from jaxsp.model.decoder import Params, abstract_params
 from jaxsp.model.hf_weights import check_new_directory, export_hf
 from jaxsp.model.sizes import DecoderSizes
@@ -64,7 +65,10 @@ def find_model(
     `renderer` and `thinking`, where given, replace what the run's config or the export's `CHAT_FILE` says. Raises
     `UserError` naming what is missing.
     """
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:  # ~nobody
+        raise UserError(f"{name}: {error}") from error
     chosen = {field: value for field, value in (("renderer", renderer), ("thinking", thinking)) if value is not None}
     if not (path / CONFIG_FILE).is_file():
         config = ModelConfig(name, **{"compute_dtype": compute_dtype, **_chat_settings(path), **chosen})
@@ -85,9 +89,9 @@ def _chat_settings(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        settings = json.loads(path.read_text("utf-8"))
+        settings = read_object(path.read_bytes(), str(path))
         return {name: settings[name] for name in ("renderer", "thinking", "system_prompt")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, KeyError) as error:
         raise UserError(f"{path}: not what `jaxsp export` writes ({error!r}); export anew or delete it") from error
 
 
@@ -129,22 +133,14 @@ def read_inputs(path: str, fields: Sequence[str]) -> list[Input]:
 
     Raises `UserError` naming file and line.
     """
-    try:
-        lines = Path(path).read_bytes().splitlines()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    inputs = [_read_input(line, f"{path}:{number}", fields) for number, line in enumerate(lines, 1) if line.strip()]
+    inputs = [_read_input(row, place, fields) for place, row in read_json_lines(path, "inputs")]
     if not inputs:
         raise UserError(f"{path} is empty; give lines with {' or '.join(fields)}")
     return inputs
 
 
-def _read_input(line: bytes, place: str, fields: Sequence[str]) -> Input:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{place}: not a line of JSON: {error}") from error
-    found = [field for field in fields if field in row] if isinstance(row, dict) else []
+def _read_input(row: dict[str, Any], place: str, fields: Sequence[str]) -> Input:
+    found = [field for field in fields if field in row]
     if len(found) != 1:
         has = " and ".join(found) if found else "none of them"
         raise UserError(f"{place}: must be an object with exactly one of {', '.join(fields)}; it has {has}")

@@ -1,4 +1,4 @@
-"""JSONL files of the user: rows with the places they stand at, and messages that name these."""
+"""JSON files of the user: rows with the places they stand at, and messages that name these."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,8 @@ def read_json_lines(path: str | Path, what: str) -> list[tuple[str, dict[str, An
         lines = Path(path).read_bytes().split(b"\n")  # str.splitlines also cuts at U+2028, which a JSON string may hold
     except OSError as error:
         raise UserError(f"{what} {path} cannot be read: {error.strerror}") from error
-    return [(place := f"{path}:{number}", _read(line, place)) for number, line in enumerate(lines, 1) if line.strip()]
+    places = ((f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip())
+    return [(place, read_object(line, place)) for place, line in places]
 
 
 def text_of(row: dict[str, Any], field: str, place: str, *, may_be_number: bool = False) -> str:
@@ -31,11 +32,12 @@ def text_of(row: dict[str, Any], field: str, place: str, *, may_be_number: bool 
     return str(value)
 
 
-def _read(line: bytes, place: str) -> dict[str, Any]:
+def read_object(text: bytes, place: str, what: str = "a line of JSON") -> dict[str, Any]:
+    """The JSON object in `text`; a byte-order mark before it is left out. Raises `UserError`: `place` is not `what`."""
     try:
-        row = json.loads(line.decode())
-    except ValueError as error:
-        raise UserError(f"{place}: not a line of JSON: {error}") from error
+        row = json.loads(text.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place}: not {what}: {error}") from error
     if not isinstance(row, dict):
         raise UserError(f"{place}: not a JSON object")
     return row

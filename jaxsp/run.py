@@ -204,7 +204,7 @@ def open_run(config: RunConfig, run_dir: Path, pool: ProcessPool, console: Conso
             config=config, run_dir=run_dir, parts=parts, checkpointer=checkpointer,
             metrics=stack.enter_context(MetricsWriter(run_dir, resume_step=step if is_resume else None)),
             episodes=episodes, tasks=tasks, evaluations=evaluations,
-            progress=stack.enter_context(Progress(total, config.method, start_step=step, console=console)),
+            progress=stack.enter_context(Progress(total, "run", start_step=step, console=console)),
             console=console, step=step, seconds=seconds,
         )  # fmt: skip
 

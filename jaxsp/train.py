@@ -7,6 +7,7 @@ one checkpoint holds all that changes, so a run that is killed and resumed ends 
 import asyncio
 import contextlib
 import functools
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -47,7 +48,9 @@ def train(config: RunConfig, run_dir: Path, *, is_resume: bool, console: Console
         if initialize_distributed() and jax.process_count() > 1:
             raise UsageError("training runs in one process: start it on one host, whose devices `mesh` describes")
         run = stack.enter_context(open_run(config, run_dir, pool, console, is_resume))
+        schedule = ", ".join(f"{phase.num_steps} steps of {phase.name}" for phase in run.parts.method.phases)
         console.print(f"run directory: {run_dir}", highlight=False, soft_wrap=True)
+        console.print(f"schedule: {schedule}; new shapes are compiled in the first steps", highlight=False)
         should_stop = stack.enter_context(_stop_signals())
         is_done = asyncio.run(_run_schedule(run, should_stop))
     if is_done:
@@ -62,6 +65,8 @@ def _stop_signals() -> Iterator[Callable[[], bool]]:
 
     def handle(number: int, frame: object) -> None:
         received.append(number)
+        # Past Python's own streams: a signal may come in the middle of what they write.
+        os.write(2, b"\njaxsp: stopping after this step or evaluation; Ctrl-C (again) stops at once\n")
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     previous = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}

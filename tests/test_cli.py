@@ -191,7 +191,7 @@ def test_a_dry_run_says_what_a_config_amounts_to(directory: Path, tmp_path: Path
     assert "sampler split         1 part of weights and cache, on 1 device each\n" in out
     num_params = 640 * 32 + 32 + 2 * (32 * (64 + 32 + 32) + 64 * 32 + 3 * 32 * 48 + 2 * 32 + 2 * 16)
     assert f"qwen3, {num_params:,} parameters, 2 layers" in out
-    assert "KV cache (8 x 256 tokens)" in out and "total" in out
+    assert "KV cache (2048 tokens)" in out and "total" in out
     assert not (tmp_path / "runs").exists()
 
 
@@ -249,10 +249,11 @@ def test_the_memory_estimate_counts_every_copy(directory: Path) -> None:
     memory = memory_estimate(config, sizes, make_mesh(1, 1, 1, 1, 1, jax.devices()[:1]))
     num_scales = 32 + 2 * (2 * 32 + 2 * 16)
     num_params = 640 * 32 + 2 * (32 * (64 + 32 + 32) + 64 * 32 + 3 * 32 * 48) + num_scales
-    assert memory["parameters"] == memory["gradients"] == memory["reference"] == 4 * num_params
+    assert memory["parameters"] == memory["reference"] == 4 * num_params
+    assert memory["gradients, and those of a micro-batch"] == 2 * 4 * num_params
     assert memory["optimizer moments"] == pytest.approx(8 * num_params, abs=16)  # and the count of updates
     assert memory["sampler weights (bfloat16)"] == 2 * (num_params - num_scales) + 4 * num_scales
-    assert memory["KV cache (8 x 128 tokens)"] == 2 * 2 * 2 * 16 * 8 * 128 * 2
+    assert memory["KV cache (1024 tokens)"] == 2 * 2 * 2 * 16 * 8 * 128 * 2
 
 
 USAGE_ERRORS = [
@@ -337,6 +338,12 @@ ERRORS = [
     (["export", "{model}", "--out", "{tmp}/out"], 1, "{model} is no run directory"),
     (["export", "{run}", "--out", "{tmp}/out", "--step", "3"], 1, "no checkpoint of step 3; there are steps [2, 4]"),
     (["report", "{tmp}/absent"], 1, "{tmp}/absent is no run directory"),
+    (["report", "x" * 300], 1, "File name too long; mend the name"),
+    (["sample", "x" * 300, "--prompt", "a"], 1, "File name too long; mend the name"),
+    (["sample", "~nosuchuser/x", "--prompt", "a"], 1, "~nosuchuser/x: Could not determine home directory"),
+    (["sample", "{model}", "--prompt", "a", "--top-p", "1e-46"], 1, "top_p = 1e-46 is not between 1e-06 and 1"),
+    (["sample", "{model}", "--prompt", "a", "--temperature", "1e39"], 1, "temperature = 1e+39 is neither 0 (greedy)"),
+    (["eval", "{model}", "--questions", "embedded:total", "--output", ""], 1, "--output '' names no file"),
 ]
 
 
@@ -357,6 +364,17 @@ def test_what_the_user_can_mend_is_one_line(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("jaxsp: ") and err.count("\n") == 1 and message.format(**names) in err
+
+
+def test_an_evaluation_that_fails_leaves_the_earlier_answers(directory: Path, tmp_path: Path, capsys) -> None:
+    questions = write_lines(tmp_path / "questions.jsonl", QUESTIONS)
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text("earlier\n")
+    arguments = ["eval", directory / "qwen3", "--questions", questions, "--output", answers, "--max-tokens", 5000]
+    assert main([*map(str, arguments)]) != 0
+    assert "jaxsp: " in capsys.readouterr().err
+    assert answers.read_text() == "earlier\n"
+    assert sorted(tmp_path.iterdir()) == [answers, questions]
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
@@ -406,6 +424,13 @@ def test_a_reader_that_leaves_ends_the_program_quietly(tmp_path: Path) -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(60) == 141
+
+
+def test_a_closed_standard_output_is_one_line() -> None:
+    shell = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(RUN_MAIN)} verify --kind text --input absent >&-"
+    result = subprocess.run(["sh", "-c", shell], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+    assert result.stderr == "jaxsp: standard output is closed: there is nowhere to write to\n"
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:

@@ -222,7 +222,7 @@ def test_inputs_are_read_with_their_places(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", r":2: not a line of JSON"),
-        ("[1]", r":2: must be an object with exactly one of text, tokens; it has none of them"),
+        ("[1]", r":2: not a JSON object"),
         ("{}", r":2: must be an object with exactly one of text, tokens; it has none of them"),
         ('{"text": "a", "tokens": [1]}', r":2: .*; it has text and tokens"),
         ('{"text": 5}', r":2: text must be a text"),

@@ -11,7 +11,7 @@ from jaxsp.json_lines import read_json_lines, text_of
 
 def test_rows_come_in_order_with_their_places_and_blank_lines_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_bytes('{"a": 1}\r\n\n  \n{"a": "x\u2028y é"}'.encode())
+    path.write_bytes('\ufeff{"a": 1}\r\n\n  \n{"a": "x\u2028y é"}'.encode())
     assert read_json_lines(path, "--input") == [(f"{path}:1", {"a": 1}), (f"{path}:4", {"a": "x\u2028y é"})]
 
 
@@ -22,6 +22,7 @@ def test_rows_come_in_order_with_their_places_and_blank_lines_are_skipped(tmp_pa
         (b"null", "not a JSON object"),
         (b"{", "not a line of JSON: Expecting property name"),
         (b'{"a": "\xe9"}', "not a line of JSON: 'utf-8' codec"),
+        (b"[" * 100_000, "not a line of JSON: maximum recursion depth"),
     ],
 )
 def test_a_line_that_is_no_object_is_named(tmp_path: Path, line: bytes, message: str) -> None:

@@ -144,6 +144,15 @@ def alarms_of(groups: Sequence[Group], metrics: dict[str, float]) -> dict[str, s
         for role in ("challenger", "reasoner")
         if metrics[name := f"{role}/truncated_frac"] > TRUNCATED_ALARM_FRAC
     }
+    if metrics["challenger/valid_frac"] == 0:
+        reasons = sorted(name for name in metrics if name.startswith("challenger/rejected_"))
+        shares = ", ".join(
+            f"{name.removeprefix('challenger/rejected_').removesuffix('_frac')} {metrics[name]:.0%}" for name in reasons
+        )
+        alarms["valid"] = (
+            f"no attempt of the challenger was valid ({shares}); a small model needs a warm start "
+            "(warm_start.conversations=embedded warm_start.num_steps=8) and spice.prompts=compact"
+        )
     if groups and all(np.ptp(group.rewards) == 0 for group in groups):
         alarms["variance"] = "all rewards of each group are equal: nothing to learn from (learner/zero_advantage_frac)"
     return alarms

@@ -1,6 +1,7 @@
 """Weights in a Hugging Face directory: safetensors, one file or several, in and out."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxsp.config import UserError
+from jaxsp.json_lines import read_object
 from jaxsp.model.decoder import Params
 from jaxsp.model.sizes import DecoderSizes, sizes_from_hf_config
 from jaxsp.model.tensor_table import assemble, check_tensors, expected_tensors, rule_of
@@ -74,8 +76,10 @@ def read_headers(directory: Path) -> TensorFiles:
     index_path = directory / INDEX_NAME
     if index_path.exists():
         try:
-            weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
+            weight_map = read_object(index_path.read_bytes(), str(index_path), "readable as JSON")["weight_map"]
             names = sorted(set(weight_map.values()))
+            if any(Path(name).name != name for name in names):
+                raise ValueError("it names files of other directories")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{index_path}: not an index of safetensors files: {error!r}") from error
     elif (directory / SINGLE_NAME).exists():
@@ -88,6 +92,8 @@ def read_headers(directory: Path) -> TensorFiles:
     for path in (directory / name for name in names):
         if not path.exists():
             raise UserError(f"{path}: is missing, and {index_path.name} lists it; fetch the model again")
+        if not os.access(path, os.R_OK):
+            raise UserError(f"{path} cannot be read: Permission denied")
         with _open(path) as file:
             for name in file.keys():  # noqa: SIM118 -- a safetensors file is no mapping
                 if name in files:

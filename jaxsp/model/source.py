@@ -1,7 +1,6 @@
 """Naming a model and opening it: a directory, a GGUF file, a hub id, or a package that carries one."""
 
 import importlib.util
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxsp.config import UserError
+from jaxsp.json_lines import read_object
 from jaxsp.model.decoder import Params
 from jaxsp.model.gguf_weights import config_from_gguf, load_gguf_params, read_gguf
 from jaxsp.model.hf_weights import TOKENIZER_NAMES, load_hf_params
@@ -102,12 +102,10 @@ def _eos_ids(config: dict[str, Any], path: Path) -> tuple[int, ...]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not readable as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: is not a JSON object")
-    return value
+        text = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    return read_object(text, str(path), "readable as JSON")
 
 
 def _packaged_gguf(package: str) -> Path:

@@ -86,6 +86,7 @@ class Engine:
         loop = asyncio.get_running_loop()
         if self._task is None or self._task.done() or self._task.get_loop().is_closed():
             self._task = loop.create_task(self._serve())
+            self._task.add_done_callback(_look_at)  # else asyncio reports an interrupt as an error nobody saw
         elif self._task.get_loop() is not loop:
             raise ValueError("the engine is in use by another event loop")
         sample = Sample(request, self._complete)
@@ -216,6 +217,11 @@ def make_engine(
     )
     programs = make_programs(sizes, compute_dtype, page_tokens, decode_chunk, kv_sharding)
     return Engine(sizes, programs, settings, param_shardings)
+
+
+def _look_at(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.exception()
 
 
 async def _let_others_run() -> None:

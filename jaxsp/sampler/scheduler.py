@@ -15,6 +15,8 @@ from jaxsp.trajectory import FinishReason, GenerateRequest
 STOP_IDS_PER_SLOT = 8
 """Stop ids that the device looks at. More than these end a sample too, but only when the chunk reaches the host."""
 
+SMALLEST = 1e-6
+"""Of temperature, top-p and min-p: what is less would be 0 or infinity in float32 somewhere."""
 SMALLEST_CONTEXT = 256
 """Fewer positions cost nearly as much to read, and every context has programs of its own to compile."""
 SMALLEST_PROMPT = 48
@@ -79,14 +81,16 @@ def check_request(request: GenerateRequest, *, max_context: int, max_positions: 
         raise UserError(f"tokens: id {outside[0]} is outside the model's vocabulary of {vocab_size}")
     if request.max_tokens < 1:
         raise UserError(f"max_tokens = {request.max_tokens} is below 1")
-    if not request.temperature >= 0 or request.temperature == float("inf"):
-        raise UserError(f"temperature = {request.temperature} is not a number from 0 (greedy) upwards")
+    if request.temperature != 0 and not SMALLEST <= request.temperature <= 1 / SMALLEST:
+        raise UserError(
+            f"temperature = {request.temperature} is neither 0 (greedy) nor between {SMALLEST} and {1 / SMALLEST:g}"
+        )
     if request.top_k < 0:
         raise UserError(f"top_k = {request.top_k} is below 0 (0 switches it off)")
-    if not 0 < request.top_p <= 1:
-        raise UserError(f"top_p = {request.top_p} is outside (0, 1] (1 switches it off)")
-    if not 0 <= request.min_p < 1:
-        raise UserError(f"min_p = {request.min_p} is outside [0, 1) (0 switches it off)")
+    if not SMALLEST <= request.top_p <= 1:
+        raise UserError(f"top_p = {request.top_p} is not between {SMALLEST} and 1 (1 switches it off)")
+    if request.min_p != 0 and not SMALLEST <= request.min_p < 1:
+        raise UserError(f"min_p = {request.min_p} is neither 0 (off) nor between {SMALLEST} and 1")
     if any(not stop for stop in request.stop_strings):
         raise UserError("stop_strings: an empty string would end every sample at once")
     total = len(request.tokens) + request.max_tokens

@@ -128,7 +128,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_to_the_same_bits(
     method, call, step, evaluated = STOPPED[place]
     run_dir, done = stop_at(game, tmp_path, "SIGTERM", method, call, 0)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stderr == ""
+    assert done.stderr.strip() == "jaxsp: stopping after this step or evaluation; Ctrl-C (again) stops at once"
     assert "stopped before the end; go on with:" in done.stdout
     assert f"jaxsp train --resume {run_dir}" in done.stdout
     assert steps(run_dir)[-1] == step and read_metrics(run_dir)[-1]["step"] == step

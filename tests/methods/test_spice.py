@@ -58,7 +58,7 @@ def test_a_role_that_is_not_trained_gives_no_groups_and_uses_no_task(tmp_path: P
 def test_the_same_alarm_is_raised_once(tmp_path: Path) -> None:
     cups = Cups(3, 4)
     first, second = played_steps(tmp_path, Game({cups.document: [INVALID]}), [cups.document], 2)
-    assert len(first.alarms) == 1 and "nothing to learn from" in first.alarms[0]
+    assert ["was valid" in first.alarms[0], "nothing to learn from" in first.alarms[1]] == [True, True]
     assert second.alarms == ()
     game = Game({cups.document: [cups.reply, INVALID]}, {cups.question: 1})
     assert [played.alarms for played in played_steps(tmp_path, game, [cups.document], 1)] == [()]
@@ -70,12 +70,17 @@ def group(*rewards: float) -> Group:
 
 
 def test_alarms_are_for_replies_that_are_nearly_all_cut_off_and_for_rewards_without_any_difference() -> None:
-    fine = {"challenger/truncated_frac": 0.9, "reasoner/truncated_frac": float("nan")}
+    fine = {
+        "challenger/truncated_frac": 0.9, "reasoner/truncated_frac": float("nan"), "challenger/valid_frac": 0.1,
+    }  # fmt: skip
     assert alarms_of([group(1, 1), group(0, 1)], fine) == {} and alarms_of([], fine) == {}
     assert list(alarms_of([group(1, 1), group(0, 0)], fine)) == ["variance"]
     for role in ("challenger", "reasoner"):
         alarms = alarms_of([group(0, 1)], {**fine, f"{role}/truncated_frac": 0.95})
         assert list(alarms) == [role] and f"spice.{role}_max_tokens" in alarms[role] and "95%" in alarms[role]
+    rejected = {"challenger/rejected_truncated_frac": 0.75, "challenger/rejected_no_type_frac": 0.25}
+    alarms = alarms_of([group(0, 1)], {**fine, **rejected, "challenger/valid_frac": 0.0})
+    assert list(alarms) == ["valid"] and "(no_type 25%, truncated 75%)" in alarms["valid"]
 
 
 def test_the_corpus_that_is_trained_on_is_not_held_out(tmp_path: Path) -> None:

@@ -213,7 +213,10 @@ def test_broken_and_missing_files_are_named(tmp_path):
     assert f"{tmp_path / 'model.safetensors'}: not a readable safetensors file" in message()
     index = tmp_path / "model.safetensors.index.json"
     index.write_text("[]")
-    assert f"{index}: not an index" in message()
+    assert f"{index}: not a JSON object" in message()
+    for weight_map in ('{"a": 3}', '{"a": "../other/a.safetensors"}'):
+        index.write_text(f'{{"weight_map": {weight_map}}}')
+        assert f"{index}: not an index" in message()
     index.write_text('{"weight_map": {"model.norm.weight": "a.safetensors"}}')
     assert f"{tmp_path / 'a.safetensors'}: is missing" in message()
     save_file({"x": np.zeros(1, np.float32)}, tmp_path / "a.safetensors")

@@ -94,5 +94,5 @@ def test_what_is_no_model_is_refused_with_what_to_do(tmp_path):
             open_model(str(name))
         assert message in str(caught.value)
     (broken / "config.json").write_text("[]")
-    with pytest.raises(UserError, match=r"config\.json: is not a JSON object"):
+    with pytest.raises(UserError, match=r"config\.json: not a JSON object"):
         open_model(str(broken))
