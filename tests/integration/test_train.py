@@ -208,9 +208,10 @@ SHOWS_ITS_SAMPLER = """
 # Prints how the sampler's weights and its cache are split over the devices.
 import sys
 from jaxsp.cli import main
+from jaxsp.sampler.batch import Batch
 from jaxsp.sampler.engine import Engine
 
-load, decode = Engine.load, Engine._decode
+load, step = Engine.load, Batch.step
 
 def axes(array):
     return {name: size for name, size in array.sharding.mesh.shape.items() if size > 1}
@@ -222,12 +223,12 @@ def load_and_show(self, *arguments, **options):
     whole = "embedding whole" if embed_dim == kernel.shape[0] else "embedding split"
     print(f"sampler weights on {axes(kernel)}: {heads} of {kernel.shape[1]} key heads, {whole}")
 
-def decode_and_show(self):
-    decode(self)
+def step_and_show(self, params):
+    step(self, params)
     keys = self._cache[0][0]
     print(f"sampler cache on {axes(keys)}: {keys.sharding.shard_shape(keys.shape)[1]} of {keys.shape[1]} key heads")
 
-Engine.load, Engine._decode = load_and_show, decode_and_show
+Engine.load, Batch.step = load_and_show, step_and_show
 sys.exit(main())
 """
 
