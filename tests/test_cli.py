@@ -232,30 +232,6 @@ def test_eval_puts_questions_as_the_run_did(directory: Path, tmp_path: Path, cap
     assert own == answers("--prompts", "compact", "--max-tokens", "5") != answers("--prompts", "full")
 
 
-def test_the_memory_estimate_counts_every_copy(directory: Path) -> None:
-    import jax
-
-    from jaxsp.config import LearnerConfig, ModelConfig, RunConfig, SamplerConfig
-    from jaxsp.describe import memory_estimate
-    from jaxsp.mesh import make_mesh
-    from jaxsp.model.source import open_model
-
-    config = RunConfig(
-        model=ModelConfig(str(directory / "qwen3")),
-        learner=LearnerConfig(kl_coef=0.1),
-        sampler=SamplerConfig(num_slots=8, max_context=128),
-    )
-    sizes = open_model(config.model.name).sizes
-    memory = memory_estimate(config, sizes, make_mesh(1, 1, 1, 1, 1, jax.devices()[:1]))
-    num_scales = 32 + 2 * (2 * 32 + 2 * 16)
-    num_params = 640 * 32 + 2 * (32 * (64 + 32 + 32) + 64 * 32 + 3 * 32 * 48) + num_scales
-    assert memory["parameters"] == memory["reference"] == 4 * num_params
-    assert memory["gradients, and those of a micro-batch"] == 2 * 4 * num_params
-    assert memory["optimizer moments"] == pytest.approx(8 * num_params, abs=16)  # and the count of updates
-    assert memory["sampler weights (bfloat16)"] == 2 * (num_params - num_scales) + 4 * num_scales
-    assert memory["KV cache (1024 tokens)"] == 2 * 2 * 2 * 16 * 8 * 128 * 2
-
-
 USAGE_ERRORS = [
     (["sample", "{model}"], "one of the arguments --prompt --prompts is required"),
     (["sample", "{model}", "--prompt", "a", "--prompts", "b"], "not allowed with argument"),

@@ -1,23 +1,18 @@
 """Calls functions in killable worker processes, with one deadline per call that the parent enforces.
 
-Each worker is a fresh interpreter (`python -m jaxsp.verifiers.process_pool`, never a fork) in a process group of its
+Each worker is a fresh interpreter (`python -m jaxsp.verifiers.worker_process`, never a fork) in a process group of its
 own, fed over two pipes by one thread of the parent. That thread alone starts, times, kills and reaps its worker, so a
 hung call costs its deadline and one worker's restart, and the other workers go on. Workers never import JAX.
 """
 
 import asyncio
 import contextlib
-import ctypes
 import errno
-import functools
-import importlib
 import os
 import pickle
 import queue
-import resource
 import select
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
@@ -33,13 +28,11 @@ from typing import Any, Literal
 import psutil
 
 from jaxsp.config import UserError
+from jaxsp.verifiers.worker_process import HEADER
 
-_HEADER = struct.Struct("<Q")
 _POLL_S = 0.1
 _TERMINATE_S = 0.5
 _STARTS_PER_CALL = 3
-_ADDRESS_SPACE_FACTOR = 4
-_PR_SET_PDEATHSIG = 1
 _TMPDIR_FIX = "set TMPDIR to a folder on a disk with space that can be written"
 _START_FIXES = {
     errno.EMFILE: "raise the number of open files that the shell allows (ulimit -n) or start fewer workers",
@@ -304,7 +297,7 @@ class _Worker:
             path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
             arguments = [str(child_read), str(child_write), str(os.getpid()), str(self._memory_limit_bytes), *preload]
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "jaxsp.verifiers.process_pool", "--worker", *arguments],
+                [sys.executable, "-P", "-m", "jaxsp.verifiers.worker_process", "--worker", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._stderr,
@@ -326,7 +319,7 @@ class _Worker:
             request = pickle.dumps((call.function, call.args))
         except Exception:  # pickle raises many kinds; all mean that the caller's arguments cannot be sent
             return Outcome("error", detail=traceback.format_exc()), False
-        status, reply = self._exchange(_HEADER.pack(len(request)) + request, call.timeout_s)
+        status, reply = self._exchange(HEADER.pack(len(request)) + request, call.timeout_s)
         if status == "ok":
             try:
                 status, value = pickle.loads(reply)
@@ -372,12 +365,12 @@ class _Worker:
                 return "killed", f"the worker used more than {self._memory_limit_bytes >> 20} MiB"
 
     def _take_message(self) -> bytes | None:
-        if len(self._inbox) < _HEADER.size:
+        if len(self._inbox) < HEADER.size:
             return None
-        end = _HEADER.size + _HEADER.unpack_from(self._inbox)[0]
+        end = HEADER.size + HEADER.unpack_from(self._inbox)[0]
         if len(self._inbox) < end:
             return None
-        message = bytes(self._inbox[_HEADER.size : end])
+        message = bytes(self._inbox[HEADER.size : end])
         del self._inbox[:end]
         return message
 
@@ -418,61 +411,3 @@ def _function_name(function: Callable[..., Any] | str) -> str:
     if function.__module__ == "__main__" or "<" in function.__qualname__:
         raise ValueError(f"{function.__qualname__} cannot be imported in a worker: move it to the top of a module")
     return f"{function.__module__}:{function.__qualname__}"
-
-
-def _worker_main(read_fd: int, write_fd: int, parent_pid: int, memory_limit_bytes: int, preload: list[str]) -> None:
-    """The worker's life: imports, says that it is ready, then answers one call after another until the pipe ends."""
-    _die_with_parent(parent_pid)
-    os.set_inheritable(read_fd, False)  # a process that a call starts must not hold the pipes open
-    os.set_inheritable(write_fd, False)
-    for name in preload:
-        if callable(found := _resolve(name)):
-            found()
-    address_space = _ADDRESS_SPACE_FACTOR * memory_limit_bytes
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (address_space if hard < 0 else min(address_space, hard), hard))
-    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_read_requests, args=(read_fd, requests), daemon=True).start()
-    _write_message(write_fd, b"ready")
-    while True:
-        try:
-            function, args = pickle.loads(requests.get())
-            reply = pickle.dumps(("ok", _resolve(function)(*args)))
-        except MemoryError:
-            reply = pickle.dumps(("died", f"more than {address_space >> 20} MiB of address space were asked for"))
-        except BaseException:  # SystemExit too: what a call raises is its outcome, never the worker's end
-            reply = pickle.dumps(("error", traceback.format_exc(limit=-10)))
-        _write_message(write_fd, reply)
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    """Asks Linux to kill this worker with the thread that started it; the end of the pipe does the same elsewhere."""
-    if sys.platform == "linux":
-        # Also reaches a call that holds the interpreter lock, where the reading thread could not act.
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:
-        os._exit(1)
-
-
-def _read_requests(read_fd: int, requests: "queue.SimpleQueue[bytes]") -> None:
-    with os.fdopen(read_fd, "rb") as stream:
-        while len(header := stream.read(_HEADER.size)) == _HEADER.size:
-            requests.put(stream.read(_HEADER.unpack(header)[0]))
-    os.killpg(os.getpgrp(), signal.SIGKILL)  # the parent is gone: so is this worker and what its calls started
-
-
-def _resolve(name: str) -> Any:
-    """The module or, after a colon, what is in it under that name."""
-    module, _, path = name.partition(":")
-    return functools.reduce(getattr, path.split(".") if path else [], importlib.import_module(module))
-
-
-def _write_message(write_fd: int, message: bytes) -> None:
-    data = memoryview(_HEADER.pack(len(message)) + message)
-    while data:
-        data = data[os.write(write_fd, data) :]
-
-
-if __name__ == "__main__":
-    assert sys.argv[1] == "--worker", "this module is started by ProcessPool"
-    _worker_main(*(int(value) for value in sys.argv[2:6]), preload=sys.argv[6:])
