@@ -10,6 +10,8 @@ from typing import Literal
 
 import numpy as np
 
+from jaxsp.token_trie import Choices, make_trie
+
 FinishReason = Literal["stop", "length"]
 """`stop`: a stop id was sampled (it is the last token) or a stop string completed. `length`: max_tokens was reached."""
 
@@ -23,6 +25,7 @@ class GenerateRequest:
 
     `temperature == 0` is greedy, whatever `top_k`, `top_p` and `min_p` say. `top_k == 0`, `top_p == 1` and
     `min_p == 0` switch the truncations off. The sample depends on `tokens`, `seed` and the settings here alone.
+    What changes scores comes first (penalty, bias, `min_tokens`, `choices`), then temperature, then the truncations.
     """
 
     tokens: tuple[int, ...]
@@ -34,6 +37,17 @@ class GenerateRequest:
     min_p: float = 0.0
     stop_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    min_tokens: int = 0
+    """No stop id can be drawn, and no stop string counts, before so many tokens are there."""
+    repetition_penalty: float = 1.0
+    """Scores of tokens that stand in the prompt or were sampled are divided by it where they are positive, multiplied
+    where negative (Keskar et al. 2019, arXiv 1909.05858, section 4.1)."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """`(token, what is added to its score)`."""
+    choices: Choices = ()
+    """The sample is one of these continuations, where there are any; none may begin another one."""
+    wants_raw: bool = False
+    """Fills the completion's `raw_logprobs` and `kept_mass`."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +58,9 @@ class Completion:
         tokens: sampled ids, the stop id included. After a stop string: up to the token that completed it.
         behaviour_logprobs: log-probability of each token under the very distribution it was drawn from
             (tempered and truncated); under temperature 0, of the untempered distribution.
+        raw_logprobs: under the model's own distribution, before anything the request asks for; () unless wanted.
+        kept_mass: the probability, in the tempered distribution, of what the truncations kept; () unless wanted.
+            Times it, the probability of a token is that of the distribution that was not truncated.
         text: the decoded tokens without special tokens, cut before the stop string.
         finish_reason: see `FinishReason`.
         policy_version: the step whose parameters sampled these tokens.
@@ -54,6 +71,8 @@ class Completion:
     text: str
     finish_reason: FinishReason
     policy_version: int
+    raw_logprobs: tuple[float, ...] = ()
+    kept_mass: tuple[float, ...] = ()
 
 
 Generate = Callable[[GenerateRequest], Awaitable[Completion]]
@@ -82,6 +101,8 @@ class Segment:
 
     `loss_mask[t]` says that token `t` is a target; its log-probability comes from the logits at `t - 1`, divided by
     `temperature`. `behaviour_logprobs` holds 0 where `loss_mask` is False, and those zeros never enter a result.
+    `allowed_tokens` names, for a target drawn from few tokens instead of the whole vocabulary, its index and these: its
+    log-probability is among them.
     """
 
     tokens: np.ndarray  # int32 [L]
@@ -89,6 +110,7 @@ class Segment:
     behaviour_logprobs: np.ndarray  # float32 [L]
     turns: tuple[Turn, ...]
     temperature: float = 1.0
+    allowed_tokens: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.loss_mask) == len(self.behaviour_logprobs):
@@ -103,26 +125,44 @@ class Segment:
 def segment_from_completion(request: GenerateRequest, completion: Completion) -> Segment:
     """One segment of one turn: the request's tokens observed, the completion's tokens sampled and trained on.
 
-    Raises ValueError naming the field if the request cut the distribution off: its log-probabilities are then of the
-    tokens that were left, and no ratio to the learner's, which are of the whole vocabulary, means anything.
+    The learner's log-probabilities are of the whole vocabulary, or of what the request's `choices` left. Where the
+    request truncated the distribution, the completion's `kept_mass` gives the behaviour's log-probabilities before
+    that; without it, or where scores were changed in a way that the learner cannot follow, this raises ValueError
+    naming the field.
     """
-    for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
-        if request.temperature > 0 and (value := getattr(request, name)) != off:
-            raise ValueError(f"{name} = {value} renormalises behaviour_logprobs: train on samples with {name} = {off}")
+    _check_trainable(request, completion)
     num_prompt, num_sampled = len(request.tokens), len(completion.tokens)
     end = num_prompt + num_sampled
+    behaviour_logprobs = np.asarray(completion.behaviour_logprobs, np.float32)
+    if completion.kept_mass:
+        behaviour_logprobs = behaviour_logprobs + np.log(np.asarray(completion.kept_mass, np.float32))
+    allowed = make_trie(request.choices).allowed_along(completion.tokens) if request.choices else []
     return Segment(
         tokens=np.asarray(request.tokens + completion.tokens, np.int32),
         loss_mask=np.arange(end) >= num_prompt,
-        behaviour_logprobs=np.concatenate(
-            [np.zeros(num_prompt, np.float32), np.asarray(completion.behaviour_logprobs, np.float32)]
-        ),
+        behaviour_logprobs=np.concatenate([np.zeros(num_prompt, np.float32), behaviour_logprobs]),
         turns=(
             Turn("observation", 0, num_prompt),
             Turn("sampled", num_prompt, end, completion.finish_reason, completion.policy_version),
         ),
         temperature=request.temperature,
+        allowed_tokens=tuple(enumerate(allowed, start=num_prompt)),
     )
+
+
+def _check_trainable(request: GenerateRequest, completion: Completion) -> None:
+    truncations = (
+        {"top_k": 0, "top_p": 1.0, "min_p": 0.0} if request.temperature > 0 and not completion.kept_mass else {}
+    )
+    for name, off in truncations.items():
+        if (value := getattr(request, name)) != off:
+            raise ValueError(
+                f"{name} = {value} renormalises behaviour_logprobs: train on samples with {name} = {off}, or with "
+                "wants_raw = True, which tells the kept mass"
+            )
+    for name, off in (("min_tokens", 0), ("repetition_penalty", 1.0), ("logit_bias", ())):
+        if (value := getattr(request, name)) != off:
+            raise ValueError(f"{name} = {value} changes the distribution: train on samples with {name} = {off}")
 
 
 @dataclass(frozen=True, eq=False)

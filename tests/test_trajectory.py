@@ -1,6 +1,7 @@
 """From a sample to what is trained on."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -27,6 +28,28 @@ def test_a_truncated_distribution_cannot_be_trained_on(field: str, value: float)
         segment_from_completion(request, COMPLETION)
     # Greedy samples are of the untruncated distribution whatever these say.
     segment_from_completion(dataclasses.replace(request, temperature=0.0), COMPLETION)
+
+
+def test_the_kept_mass_gives_back_the_logprobs_before_the_truncation() -> None:
+    request = dataclasses.replace(REQUEST, top_p=0.9, wants_raw=True)
+    completion = dataclasses.replace(COMPLETION, kept_mass=(0.5, 1.0))
+    segment = segment_from_completion(request, completion)
+    assert segment.behaviour_logprobs == pytest.approx([0, 0, -0.5 + math.log(0.5), -0.25])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("repetition_penalty", 1.2), ("logit_bias", ((3, 1.0),)), ("min_tokens", 2)]
+)
+def test_scores_that_the_learner_cannot_follow_are_not_trained_on(field: str, value: object) -> None:
+    request = dataclasses.replace(REQUEST, wants_raw=True, **{field: value})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=f"^{field} = .* changes the distribution"):
+        segment_from_completion(request, dataclasses.replace(COMPLETION, kept_mass=(1.0, 1.0)))
+
+
+def test_a_choice_is_trained_on_among_the_tokens_that_were_possible() -> None:
+    request = dataclasses.replace(REQUEST, choices=((7, 2), (7, 3), (8, 2)))
+    assert segment_from_completion(request, COMPLETION).allowed_tokens == ((2, (7, 8)), (3, (2, 3)))
+    assert segment_from_completion(REQUEST, COMPLETION).allowed_tokens == ()
 
 
 def test_arrays_of_a_segment_agree_and_its_first_token_is_no_target() -> None:

@@ -1,6 +1,6 @@
 """Trajectories packed into rows of fixed shapes, as tries in depth-first order (see `jaxsp.model.attention`).
 
-Legend: M micro-batches, R rows, L tokens of a row, T targets of a row.
+Legend: M micro-batches, R rows, L tokens of a row, T targets of a row, A allowed tokens of a target.
 
 Tokens that several sequences of a row share as a prefix are stored once, at any depth; each sequence keeps its own
 targets. A target knows the row index of the token before it (its predictor), so nothing is shifted. What comes after a
@@ -16,7 +16,7 @@ A worked example, two answers `[7, 2]` and `[7, 9]` to the prompt `[5, 6]`, in a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -53,6 +53,7 @@ class Batch:
     advantages: Rows  # float32 [M, R, T]
     weights: Rows  # float32 [M, R, T], of the target in the loss, besides the advantage
     temperatures: Rows  # float32 [M, R, T], logits are divided by it
+    allowed_tokens: Rows | None = None  # int32 [M, R, T, A], what a target was drawn from, then -1; None: all, always
 
 
 @dataclass(frozen=True)
@@ -225,6 +226,7 @@ def _fill(
     while num_microbatches * num_rows_each < len(rows):
         num_microbatches *= 4
     num_rows = num_microbatches * num_rows_each
+    num_allowed = _room_for_allowed([items[i][0] for row in rows for i in row])
     flat = Batch(
         tokens=np.zeros((num_rows, length), np.int32),
         positions=np.zeros((num_rows, length), np.int32),
@@ -237,11 +239,20 @@ def _fill(
         advantages=np.zeros((num_rows, num_targets), np.float32),
         weights=np.zeros((num_rows, num_targets), np.float32),
         temperatures=np.ones((num_rows, num_targets), np.float32),
+        allowed_tokens=np.full((num_rows, num_targets, num_allowed), -1, np.int32) if num_allowed else None,
     )
     for row, members in enumerate(rows):
         _fill_row(flat, row, items, trajectory_ids, weights, members)
-    shape = (num_microbatches, num_rows_each, -1)
-    return Batch(**{field.name: getattr(flat, field.name).reshape(shape) for field in fields(Batch)})
+    return jax.tree.map(lambda array: array.reshape(num_microbatches, num_rows_each, *array.shape[1:]), flat)
+
+
+def _room_for_allowed(segments: Sequence[Segment]) -> int:
+    """A of the batch's shapes: a power of 4 from 16, 0 where every target was drawn from the whole vocabulary."""
+    most = max((len(tokens) for segment in segments for _, tokens in segment.allowed_tokens), default=0)
+    room = 16 if most else 0
+    while room < most:
+        room *= 4
+    return room
 
 
 def _fill_row(
@@ -278,4 +289,9 @@ def _fill_row(
         batch.weights[row, slots] = weights[index]
         # Greedy samples report the untempered distribution, and a temperature of 0 cannot divide logits.
         batch.temperatures[row, slots] = segment.temperature or 1.0
+        for target, allowed in segment.allowed_tokens:
+            if not segment.loss_mask[target]:
+                continue
+            slot = slots.start + int(np.searchsorted(targets, target))
+            batch.allowed_tokens[row, slot, : len(allowed)] = allowed  # pyright: ignore[reportOptionalSubscript]
     batch.visible_until[row, path] = end

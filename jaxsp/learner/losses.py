@@ -1,6 +1,6 @@
 """Losses of the policy as sums over targets; whoever calls them divides by counts that are global and known before.
 
-Legend: R rows, L tokens, T targets, C targets of one chunk, D embedding, V vocabulary.
+Legend: R rows, L tokens, T targets, C targets of one chunk, D embedding, V vocabulary, A allowed tokens of a target.
 
 Every function takes `target_mask`, and what stands in a masked slot changes nothing: masked slots are emptied before
 any exponential, so that they may hold -inf or NaN and gradients stay finite.
@@ -26,12 +26,15 @@ def token_logprobs(
     target_tokens: Int[Array, "R T"],
     temperatures: Float[Array, "R T"],
     target_mask: Bool[Array, "R T"],
+    allowed: Int[Array, "R T A"] | None = None,
     *,
     chunk: int,
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
     """Log-probability of each target and entropy of its distribution, `softmax(logits / temperature)`, in float32.
 
-    `predictor` says whose hidden states predict each target. Masked slots give 0. Logits exist for at most `chunk`
+    `predictor` says whose hidden states predict each target. `allowed` holds the tokens that a target was drawn from,
+    filled up with -1; the softmax is over these, or over the vocabulary where there are none. Masked slots give 0.
+    Logits exist for at most `chunk`
     targets at a time (rounded down to a multiple of R, and at least R), forward and backward, and none are computed
     for chunks after the last unmasked target. Both results have gradients.
     """
@@ -46,9 +49,11 @@ def token_logprobs(
         selected = jnp.pad(selected, ((0, 0), (0, padding), (0, 0)))
         target_tokens = jnp.pad(target_tokens, ((0, 0), (0, padding)))
         temperatures = jnp.pad(temperatures, ((0, 0), (0, padding)), constant_values=1.0)
+        if allowed is not None:
+            allowed = jnp.pad(allowed, ((0, 0), (0, padding), (0, 0)), constant_values=-1)
     head = {name: params[name] for name in ("lm_head", "embed") if name in params}
     head = {"lm_head": head["lm_head"]} if "lm_head" in head else head
-    logprobs, entropy = _chunked_logprobs(width, head, selected, target_tokens, temperatures, num_chunks)
+    logprobs, entropy = _chunked_logprobs(width, head, selected, target_tokens, temperatures, allowed, num_chunks)
     return (
         jnp.where(target_mask, logprobs[:, :num_targets], 0.0),
         jnp.where(target_mask, entropy[:, :num_targets], 0.0),
@@ -62,31 +67,54 @@ def _chunked_logprobs(
     selected: Float[Array, "R T D"],
     target_tokens: Int[Array, "R T"],
     temperatures: Float[Array, "R T"],
+    allowed: Int[Array, "R T A"] | None,
     num_chunks: Int[Array, ""],
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
-    return _chunked_forward(width, head, selected, target_tokens, temperatures, num_chunks)[0]
+    return _chunked_forward(width, head, selected, target_tokens, temperatures, allowed, num_chunks)[0]
 
 
-def _scores(head: Params, selected: Float[Array, "R C D"], temperatures: Float[Array, "R C"]) -> Float[Array, "R C V"]:
-    return logits(head, selected) / temperatures[..., None]
+def _scores(
+    head: Params,
+    selected: Float[Array, "R C D"],
+    temperatures: Float[Array, "R C"],
+    allowed: Int[Array, "R C A"] | None,
+) -> Float[Array, "R C V"]:
+    """Tempered logits, -inf outside the allowed tokens of a target that has some."""
+    scores = logits(head, selected) / temperatures[..., None]
+    if allowed is None:
+        return scores
+    row, column = jnp.ogrid[: scores.shape[0], : scores.shape[1]]
+    place = jnp.where(allowed < 0, scores.shape[-1], allowed)  # past the end: dropped
+    is_allowed = jnp.zeros(scores.shape, bool).at[row[..., None], column[..., None], place].set(True, mode="drop")
+    is_free = jnp.all(allowed < 0, axis=-1, keepdims=True)
+    return jnp.where(is_allowed | is_free, scores, -jnp.inf)
 
 
 def _chunked_forward(
-    width: int, head: Params, selected: Array, target_tokens: Array, temperatures: Array, num_chunks: Array
+    width: int,
+    head: Params,
+    selected: Array,
+    target_tokens: Array,
+    temperatures: Array,
+    allowed: Array | None,
+    num_chunks: Array,
 ) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
     """The results and what the backward pass needs: one float32 log-sum-exp for each target, no logits."""
     cast_head = jax.tree.map(lambda x: x.astype(selected.dtype), head)
 
     def one_chunk(index: Array, results: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        hidden, tokens, temperature = (_chunk(x, index, width) for x in (selected, target_tokens, temperatures))
-        scores = _scores(cast_head, hidden, temperature)
+        hidden, tokens, temperature, choices = (
+            _chunk(x, index, width) for x in (selected, target_tokens, temperatures, allowed)
+        )
+        scores = _scores(cast_head, hidden, temperature, choices)
         largest = jnp.max(scores, axis=-1)
         centred = scores - largest[..., None]
         exponentials = jnp.exp(centred)
         total = jnp.sum(exponentials, axis=-1)
         log_total = jnp.log(total)
         target = jnp.take_along_axis(centred, tokens[..., None], axis=-1)[..., 0]
-        entropy = log_total - jnp.sum(exponentials * centred, axis=-1) / total
+        # Where the exponential is 0, its score may be -inf, and their product would be NaN.
+        entropy = log_total - jnp.sum(exponentials * jnp.where(exponentials > 0, centred, 0.0), axis=-1) / total
         logprobs, entropies, log_sums = results
         return (
             _write(logprobs, target - log_total, index, width),
@@ -96,7 +124,8 @@ def _chunked_forward(
 
     zeros = jnp.zeros(selected.shape[:2], jnp.float32)
     logprobs, entropy, log_sum = jax.lax.fori_loop(0, num_chunks, one_chunk, (zeros, zeros, zeros))
-    return (logprobs, entropy), (head, selected, target_tokens, temperatures, num_chunks, log_sum, entropy)
+    saved = head, selected, target_tokens, temperatures, allowed, num_chunks, log_sum, entropy
+    return (logprobs, entropy), saved
 
 
 def _chunked_backward(width: int, saved: tuple[Any, ...], cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
@@ -104,20 +133,22 @@ def _chunked_backward(width: int, saved: tuple[Any, ...], cotangents: tuple[Arra
 
     The head's gradient is added up over chunks in float32, whatever the compute dtype.
     """
-    head, selected, target_tokens, temperatures, num_chunks, log_sum, entropy = saved
+    head, selected, target_tokens, temperatures, allowed, num_chunks, log_sum, entropy = saved
     cast_head = jax.tree.map(lambda x: x.astype(selected.dtype), head)
     (kernel,) = jax.tree.leaves(cast_head)
     is_tied = "embed" in head  # [V, D], else [D, V]
-    inputs = (selected, target_tokens, temperatures, log_sum, entropy, *cotangents)
+    inputs = (selected, target_tokens, temperatures, allowed, log_sum, entropy, *cotangents)
 
     def one_chunk(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
-        hidden, tokens, temperature, log_sums, entropies, d_logprob, d_entropy = (
+        hidden, tokens, temperature, choices, log_sums, entropies, d_logprob, d_entropy = (
             _chunk(x, index, width) for x in inputs
         )
         d_kernel, d_selected = gradients
-        log_p = _scores(cast_head, hidden, temperature) - log_sums[..., None]
+        log_p = _scores(cast_head, hidden, temperature, choices) - log_sums[..., None]
+        p = jnp.exp(log_p)
+        log_p = jnp.where(p > 0, log_p, 0.0)  # it is multiplied by p, and 0 times -inf would be NaN
         is_target = tokens[..., None] == jnp.arange(log_p.shape[-1])[None, None]
-        d_scores = jnp.where(is_target, d_logprob[..., None], 0.0) - jnp.exp(log_p) * (
+        d_scores = jnp.where(is_target, d_logprob[..., None], 0.0) - p * (
             d_logprob[..., None] + d_entropy[..., None] * (log_p + entropies[..., None])
         )
         d_scores = (d_scores / temperature[..., None]).astype(hidden.dtype)
@@ -130,14 +161,15 @@ def _chunked_backward(width: int, saved: tuple[Any, ...], cotangents: tuple[Arra
     zeros = (jnp.zeros(kernel.shape, jnp.float32), jnp.zeros_like(selected))
     d_kernel, d_selected = jax.lax.fori_loop(0, num_chunks, one_chunk, zeros)
     d_head = jax.tree.map(lambda x: d_kernel.astype(x.dtype), head)
-    return d_head, d_selected, None, None, None
+    return d_head, d_selected, None, None, None, None
 
 
 _chunked_logprobs.defvjp(_chunked_forward, _chunked_backward)
 
 
-def _chunk(x: Array, index: Array, width: int) -> Array:
-    return jax.lax.dynamic_slice_in_dim(x, index * width, width, axis=1)
+def _chunk(x: Any, index: Array, width: int) -> Any:
+    """One chunk of targets; of None, which is an option not taken, None."""
+    return None if x is None else jax.lax.dynamic_slice_in_dim(x, index * width, width, axis=1)
 
 
 def _write(x: Array, chunk: Array, index: Array, width: int) -> Array:

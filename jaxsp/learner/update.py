@@ -196,6 +196,7 @@ def _make_forward(sizes: DecoderSizes, compute_dtype: Any, logits_chunk: int, re
                 batch.target_tokens,
                 batch.temperatures,
                 batch.target_mask,
+                batch.allowed_tokens,
                 chunk=logits_chunk,
             )
 

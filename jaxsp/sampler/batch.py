@@ -19,10 +19,11 @@ import numpy as np
 from jaxsp.config import UserError
 from jaxsp.model.decoder import Params
 from jaxsp.sampler.kv_pages import KVPages
-from jaxsp.sampler.programs import Cache, Programs
+from jaxsp.sampler.programs import Cache, Drawn, Programs
 from jaxsp.sampler.scheduler import (
     Counts,
     Ending,
+    Slots,
     bucket,
     context_buckets,
     find_ending,
@@ -30,6 +31,7 @@ from jaxsp.sampler.scheduler import (
     plan_prefill,
     row_buckets,
 )
+from jaxsp.sampler.score_edits import ScoreEdits, make_score_edits
 from jaxsp.trajectory import GenerateRequest
 
 
@@ -42,6 +44,9 @@ class Sample:
     """Called once, when the sample is complete."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)
+    kept_mass: list[float] = field(default_factory=list)
+    """These two only where the request wants them."""
     is_ended: bool = False
     """Complete, or nobody waits for it any more: anyone may set it, between two steps."""
     pages: list[int] = field(default_factory=list)
@@ -193,9 +198,12 @@ class Batch:
             if length > 0:
                 chunks.append((prompt, length))
                 num_computed += length
-        finished: list[tuple[_Prompt, jax.Array, int]] = []
+        finished: list[tuple[_Prompt, np.ndarray]] = []
         for call in plan_prefill([length for _, length in chunks], self._settings.prefill_tokens):
-            hidden = self._run_prefill(params, [chunks[index] for index in call.chunks], call.num_rows, call.length)
+            own = [chunks[index] for index in call.chunks]
+            hidden = self._run_prefill(params, own, call.num_rows, call.length)
+            if any(prompt.num_done + length == len(prompt.tokens) for prompt, length in own):
+                hidden = np.asarray(hidden)
             for row, index in enumerate(call.chunks):
                 prompt, length = chunks[index]
                 prompt.num_done += length
@@ -203,7 +211,7 @@ class Batch:
                     prompt.tokens[: prompt.num_done], prompt.pages, prompt.num_registered
                 )
                 if prompt.num_done == len(prompt.tokens):
-                    finished.append((prompt, hidden, row))
+                    finished.append((prompt, np.asarray(hidden[row])))
         self.counts.prefill_tokens += num_computed
         if finished:
             self._start_decoding(params, finished)
@@ -231,15 +239,14 @@ class Batch:
             table[row, : len(own)] = own[:width]
         return table
 
-    def _start_decoding(self, params: Params, finished: Sequence[tuple[_Prompt, jax.Array, int]]) -> None:
+    def _start_decoding(self, params: Params, finished: Sequence[tuple[_Prompt, np.ndarray]]) -> None:
         """Gives the samples of finished prompts pages of their own, and their first tokens."""
         rows: list[Sample] = []
         states: list[np.ndarray] = []
         copies: list[tuple[int, int]] = []
-        for prompt, hidden, row in finished:
+        for prompt, state in finished:
             num_full = len(prompt.tokens) // self._pages.page_tokens
             shared, partial = prompt.pages[:num_full], prompt.pages[num_full:]
-            state = np.asarray(hidden[row])
             for sample in prompt.samples[1:]:
                 own = self._pages.take(len(partial))
                 if own is None:  # it finds the prompt's pages when its turn comes again
@@ -260,11 +267,10 @@ class Batch:
         num_rows = bucket(len(rows), self._row_buckets)
         hidden_rows = np.zeros((num_rows, self._settings.embed_dim), self._settings.compute_dtype)
         hidden_rows[: len(rows)] = states
-        slots = make_slots(num_rows, ((sample.request, sample.tokens) for sample in rows))
-        tokens, logprobs = self._programs.first_tokens(params, hidden_rows, slots)
-        tokens, logprobs = np.asarray(tokens), np.asarray(logprobs)
+        slots, edits = self._make_slots(num_rows, rows)
+        drawn = jax.device_get(self._programs.first_tokens(params, hidden_rows, slots, edits))
         for row, sample in enumerate(rows):
-            self._extend(sample, tokens[row : row + 1], logprobs[row : row + 1])
+            self._extend(sample, jax.tree.map(lambda values, row=row: values[row : row + 1], drawn))
         self._rows += rows
         self.drop_ended()
 
@@ -280,21 +286,27 @@ class Batch:
         self._make_room()
         rows = self._rows
         num_rows = bucket(len(rows), self._row_buckets)
-        slots = make_slots(num_rows, ((sample.request, sample.tokens) for sample in rows))
+        slots, edits = self._make_slots(num_rows, rows)
         table = self._table(num_rows, [sample.pages for sample in rows], max(map(self._num_needed, rows)))
         stop_at = np.int32(self._when_to_stop(len(rows), num_rows))
-        self._cache, tokens, logprobs, num_new, num_steps = self._programs.decode(
-            params, self._cache, table, slots, stop_at
-        )
-        tokens, logprobs, num_new = np.asarray(tokens), np.asarray(logprobs), np.asarray(num_new)
+        self._cache, *rest = self._programs.decode(params, self._cache, table, slots, edits, stop_at)
+        drawn, num_new, num_steps = jax.device_get(rest)
         self.counts.decode_steps += int(num_steps)
         self.counts.row_steps += int(num_steps) * num_rows
         self.counts.used_row_steps += int(num_new.sum())
         for row, sample in enumerate(rows):
-            self._extend(sample, tokens[row, : num_new[row]], logprobs[row, : num_new[row]])
+            end = int(num_new[row])
+            self._extend(sample, jax.tree.map(lambda values, row=row, end=end: values[row, :end], drawn))
             # The last token was sampled and not yet read: its keys and values are not there.
             sample.num_registered = self._pages.register(sample.context[:-1], sample.pages, sample.num_registered)
         self.drop_ended()
+
+    def _make_slots(self, num_rows: int, samples: Sequence[Sample]) -> tuple[Slots, ScoreEdits | None]:
+        rows = [(sample.request, sample.tokens) for sample in samples]
+        num_positions = bucket(
+            max(len(request.tokens) + len(tokens) for request, tokens in rows), self._context_buckets
+        )
+        return make_slots(num_rows, rows), make_score_edits(num_rows, rows, num_positions)
 
     def _num_needed(self, sample: Sample) -> int:
         """Positions that the sample occupies at most when the next chunk is done."""
@@ -330,19 +342,22 @@ class Batch:
             return num_active - max(1, num_active // 4)
         return max((size for size in self._row_buckets if size < min(num_rows, num_active)), default=0)
 
-    def _extend(self, sample: Sample, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """Adds sampled tokens to a sample, and completes it if they end it.
+    def _extend(self, sample: Sample, drawn: Drawn) -> None:
+        """Adds a row's new tokens to its sample, and completes it if they end it.
 
         Raises `UserError` if a log-probability is not finite, which those of tokens drawn from finite logits are.
         """
-        if not np.isfinite(logprobs).all():
+        if not np.isfinite(drawn.logprobs).all():
             raise UserError(
                 "the model gives numbers that are not finite, so nothing can be sampled from it; its weights are "
                 "damaged, or need model.compute_dtype=float32 (--dtype float32) or a lower learning rate"
             )
         num_checked = len(sample.tokens)
-        sample.tokens += tokens.tolist()
-        sample.logprobs += logprobs.tolist()
+        sample.tokens += drawn.tokens.tolist()
+        sample.logprobs += drawn.logprobs.tolist()
+        if sample.request.wants_raw:
+            sample.raw_logprobs += drawn.raw_logprobs.tolist()
+            sample.kept_mass += drawn.kept_mass.tolist()
         ending = find_ending(sample.request, sample.tokens, num_checked, self._settings.decode_text)
         if ending is None:
             self.counts.sampled_tokens += len(sample.tokens) - num_checked

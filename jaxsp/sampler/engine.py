@@ -105,6 +105,8 @@ class Engine:
                 Completion(
                     tokens=tuple(sample.tokens[: ending.num_tokens]),
                     behaviour_logprobs=tuple(sample.logprobs[: ending.num_tokens]),
+                    raw_logprobs=tuple(sample.raw_logprobs[: ending.num_tokens]),
+                    kept_mass=tuple(sample.kept_mass[: ending.num_tokens]),
                     text=ending.text,
                     finish_reason=ending.finish_reason,
                     policy_version=self._policy_version,

@@ -12,20 +12,30 @@ tokens and puts the new tokens into their pages at its end.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxsp.model import decoder
 from jaxsp.model.attention import attention, chunked_attention
 from jaxsp.model.decoder import Params
 from jaxsp.model.sizes import DecoderSizes
-from jaxsp.sampler.sampling import sample_tokens
+from jaxsp.sampler.sampling import raw_and_kept, sample_tokens
 from jaxsp.sampler.scheduler import Slots
+from jaxsp.sampler.score_edits import ScoreEdits, after_token, edit_scores, seen_at_first
 
 Cache = list[tuple[Array, Array]]
+
+
+class Drawn(NamedTuple):
+    """Tokens and what is known of each; arrays `[B]`, or `[B, C]` for several tokens of a row."""
+
+    tokens: Any  # int32
+    logprobs: Any  # float32
+    raw_logprobs: Any = None  # float32 in a batch with score edits
+    kept_mass: Any = None  # float32, likewise
 
 
 @dataclass(frozen=True)
@@ -36,10 +46,10 @@ class Programs:
     """`(num_pages) -> cache` of zeros."""
     prefill: Callable[..., tuple[Cache, Array]]
     """`(params, cache, tokens, start, count, table) -> (cache, hidden)`, see `_prefill`."""
-    first_tokens: Callable[..., tuple[Array, Array]]
-    """`(params, hidden [B, D], slots) -> (tokens, logprobs)`."""
-    decode: Callable[..., tuple[Cache, Array, Array, Array, Array]]
-    """`(params, cache, table, slots, stop_at) -> (cache, tokens, logprobs, num_new, num_steps)`, see `_decode`."""
+    first_tokens: Callable[..., Drawn]
+    """`(params, hidden [B, D], slots, edits) -> drawn [B]`."""
+    decode: Callable[..., tuple[Cache, Drawn, Array, Array]]
+    """`(params, cache, table, slots, edits, stop_at) -> (cache, drawn [B, C], num_new, num_steps)`, see `_decode`."""
     copy_pages: Callable[..., Cache]
     """`(cache, source, target) -> cache` with page `target[i]` like page `source[i]`, where that target exists."""
 
@@ -71,11 +81,14 @@ def make_programs(
         cache, hidden = _prefill(sizes, compute_dtype, params, cache, tokens, start, count, table)
         return constrain(cache), hidden
 
-    def first_tokens(params: Params, hidden: Array, slots: Slots) -> tuple[Array, Array]:
-        return _sample(decoder.logits(params, hidden), slots)
+    def first_tokens(params: Params, hidden: Array, slots: Slots, edits: ScoreEdits | None) -> Drawn:
+        seen = None if edits is None else seen_at_first(edits, sizes.vocab_size)
+        return _sample(decoder.logits(params, hidden), slots, edits, seen)
 
-    def decode(params: Params, cache: Cache, table: Array, slots: Slots, stop_at: Array) -> Any:
-        cache, *rest = _decode(sizes, compute_dtype, decode_chunk, params, cache, table, slots, stop_at)
+    def decode(
+        params: Params, cache: Cache, table: Array, slots: Slots, edits: ScoreEdits | None, stop_at: Array
+    ) -> Any:
+        cache, *rest = _decode(sizes, compute_dtype, decode_chunk, params, cache, table, slots, edits, stop_at)
         return constrain(cache), *rest
 
     def copy_pages(cache: Cache, source: Array, target: Array) -> Cache:
@@ -150,11 +163,13 @@ def _decode(
     cache: Cache,
     table: Int[Array, "B W"],
     slots: Slots,
+    edits: ScoreEdits | None,
     stop_at: Int[Array, ""],
-) -> tuple[Cache, Int[Array, "B C"], Float[Array, "B C"], Int[Array, " B"], Int[Array, ""]]:
+) -> tuple[Cache, Drawn, Int[Array, " B"], Int[Array, ""]]:
     """Up to `decode_chunk` tokens for every active row, fewer if at most `stop_at` rows are still active.
 
-    Row b's new tokens are the first `num_new[b]` of its line. A row stops after a stop id or its last allowed token.
+    Row b's new tokens are the first `num_new[b]` of its line. A row stops after a stop id, at the end of a choice or
+    after its last allowed token.
     """
     rows = [(_side_by_side(keys, table), _side_by_side(values, table)) for keys, values in cache]
     num_rows, num_positions = table.shape[0], rows[0][0].shape[2]
@@ -174,15 +189,20 @@ def _decode(
         return (step < decode_chunk) & (jnp.sum(slots.is_active) > stop_at)
 
     def one_token(state: tuple[Any, ...]) -> tuple[Any, ...]:
-        step, slots, rows, tokens, logprobs, num_new = state
+        step, slots, edits, seen, rows, drawn, num_new = state
         hidden, rows = decoder.hidden_states(
             sizes, params, slots.last_token[:, None], slots.length[:, None], attend_at(slots.length), rows,
             compute_dtype=compute_dtype,
         )  # fmt: skip
-        token, logprob = _sample(decoder.logits(params, hidden[:, 0]), slots)
-        tokens = jax.lax.dynamic_update_slice(tokens, token[:, None], (0, step))
-        logprobs = jax.lax.dynamic_update_slice(logprobs, logprob[:, None], (0, step))
+        one_drawn = _sample(decoder.logits(params, hidden[:, 0]), slots, edits, seen)
+        token = one_drawn.tokens
+        drawn = jax.tree.map(
+            lambda all_, new: jax.lax.dynamic_update_slice(all_, new[:, None], (0, step)), drawn, one_drawn
+        )
         is_last = jnp.any(token[:, None] == slots.stop_ids, axis=1) | (slots.num_left <= 1)
+        if edits is not None:
+            edits, seen, is_leaf = after_token(edits, seen, token)
+            is_last |= is_leaf
         one = slots.is_active.astype(jnp.int32)
         slots = slots._replace(
             last_token=jnp.where(slots.is_active, token, slots.last_token),
@@ -191,11 +211,13 @@ def _decode(
             num_left=slots.num_left - one,
             is_active=slots.is_active & ~is_last,
         )
-        return step + 1, slots, rows, tokens, logprobs, num_new + one
+        return step + 1, slots, edits, seen, rows, drawn, num_new + one
 
-    shape = (num_rows, decode_chunk)
-    start = (jnp.int32(0), slots, rows, jnp.zeros(shape, jnp.int32), jnp.zeros(shape), jnp.zeros(num_rows, jnp.int32))
-    num_steps, _, rows, tokens, logprobs, num_new = jax.lax.while_loop(is_running, one_token, start)
+    seen = None if edits is None else seen_at_first(edits, sizes.vocab_size)
+    details = () if edits is None else (jnp.zeros((num_rows, decode_chunk)),) * 2
+    drawn = Drawn(jnp.zeros((num_rows, decode_chunk), jnp.int32), jnp.zeros((num_rows, decode_chunk)), *details)
+    start = (jnp.int32(0), slots, edits, seen, rows, drawn, jnp.zeros(num_rows, jnp.int32))
+    num_steps, _, _, _, rows, drawn, num_new = jax.lax.while_loop(is_running, one_token, start)
     offset = jnp.arange(decode_chunk)
     position = begin[:, None] + offset
     is_real = offset < num_new[:, None]
@@ -206,7 +228,7 @@ def _decode(
         return _write(pages, jnp.swapaxes(new, 1, 2), table, position, is_real)
 
     cache = jax.tree.map(put_back, cache, rows)
-    return cache, tokens, logprobs, num_new, num_steps
+    return cache, drawn, num_new, num_steps
 
 
 def _write_token(
@@ -224,7 +246,12 @@ def _write_token(
     return jax.lax.optimization_barrier(written)
 
 
-def _sample(logits: Float[Array, "B V"], slots: Slots) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    return sample_tokens(
-        logits, slots.seed, slots.token_index, slots.temperature, slots.top_k, slots.top_p, slots.min_p
-    )
+def _sample(
+    logits: Float[Array, "B V"], slots: Slots, edits: ScoreEdits | None, seen: Bool[Array, "B V"] | None
+) -> Drawn:
+    truncations = slots.temperature, slots.top_k, slots.top_p, slots.min_p
+    if edits is None or seen is None:
+        return Drawn(*sample_tokens(logits, slots.seed, slots.token_index, *truncations))
+    edited = edit_scores(logits, edits, seen, slots.stop_ids)
+    token, logprob = sample_tokens(edited, slots.seed, slots.token_index, *truncations)
+    return Drawn(token, logprob, *raw_and_kept(logits, edited, token, *truncations))

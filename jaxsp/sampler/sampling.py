@@ -74,6 +74,28 @@ def sample_tokens(
     return (block * _BLOCK + within).astype(jnp.int32), score - jax.nn.logsumexp(block_mass, axis=-1)
 
 
+def raw_and_kept(
+    logits: Float[Array, "B V"],
+    edited: Float[Array, "B V"],
+    token: Int[Array, " B"],
+    temperature: Float[Array, " B"],
+    top_k: Int[Array, " B"],
+    top_p: Float[Array, " B"],
+    min_p: Float[Array, " B"],
+) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
+    """The log-probability of `token` in `softmax(logits)`, and the mass that the truncations kept of `edited`'s.
+
+    `edited` are the logits after penalty, bias and choices; the mass is that of their tempered softmax.
+    """
+    raw = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    off = jnp.zeros_like(top_k), jnp.ones_like(top_p), jnp.zeros_like(min_p)
+    kept, whole = (
+        jax.nn.logsumexp(process_logits(edited, temperature, *truncations), axis=-1)
+        for truncations in ((top_k, top_p, min_p), off)
+    )
+    return jnp.take_along_axis(raw, token[:, None], axis=1)[:, 0], jnp.exp(kept - whole)
+
+
 def _truncate(scores: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]) -> Float[Array, "B V"]:
     """`scores` with -inf outside top-k, then top-p."""
     vocab_size = scores.shape[1]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxsp.config import UserError
+from jaxsp.token_trie import make_trie
 from jaxsp.trajectory import FinishReason, GenerateRequest
 
 STOP_IDS_PER_SLOT = 8
@@ -17,6 +18,8 @@ STOP_IDS_PER_SLOT = 8
 
 SMALLEST = 1e-6
 """Of temperature, top-p and min-p: what is less would be 0 or infinity in float32 somewhere."""
+LARGEST_BIAS = 1e4
+"""Of the logit bias: beyond it, float32 scores lose what tells them apart."""
 SMALLEST_CONTEXT = 256
 """Fewer positions cost nearly as much to read, and every context has programs of its own to compile."""
 SMALLEST_PROMPT = 48
@@ -93,6 +96,7 @@ def check_request(request: GenerateRequest, *, max_context: int, max_positions: 
         raise UserError(f"min_p = {request.min_p} is neither 0 (off) nor between {SMALLEST} and 1")
     if any(not stop for stop in request.stop_strings):
         raise UserError("stop_strings: an empty string would end every sample at once")
+    _check_edits(request, vocab_size)
     total = len(request.tokens) + request.max_tokens
     if total > max_context:
         raise UserError(
@@ -104,6 +108,34 @@ def check_request(request: GenerateRequest, *, max_context: int, max_positions: 
                 "shorten the prompt or lower max_tokens"
             )
         )
+
+
+def _check_edits(request: GenerateRequest, vocab_size: int) -> None:
+    if not SMALLEST <= request.repetition_penalty <= 1 / SMALLEST:
+        raise UserError(f"repetition_penalty = {request.repetition_penalty} is not between {SMALLEST} and 1e6 (1: off)")
+    for token, value in request.logit_bias:
+        if not 0 <= token < vocab_size:
+            raise UserError(f"logit_bias: id {token} is outside the model's vocabulary of {vocab_size}")
+        if not -LARGEST_BIAS <= value <= LARGEST_BIAS:
+            raise UserError(f"logit_bias: {value} of token {token} is not between -{LARGEST_BIAS} and {LARGEST_BIAS}")
+    if not 0 <= request.min_tokens <= request.max_tokens:
+        raise UserError(f"min_tokens = {request.min_tokens} is not between 0 and max_tokens = {request.max_tokens}")
+    if request.min_tokens and len(set(request.stop_ids)) > STOP_IDS_PER_SLOT:
+        raise UserError(f"stop_ids: with min_tokens there may be at most {STOP_IDS_PER_SLOT}")
+    if not request.choices:
+        return
+    if request.min_tokens:
+        raise UserError("min_tokens: choices have lengths of their own; leave it at 0")
+    outside = [token for choice in request.choices for token in choice if not 0 <= token < vocab_size]
+    if outside:
+        raise UserError(f"choices: id {outside[0]} is outside the model's vocabulary of {vocab_size}")
+    try:
+        make_trie(request.choices)
+    except ValueError as error:
+        raise UserError(f"choices: {error}") from error
+    longest = max(map(len, request.choices))
+    if longest > request.max_tokens:
+        raise UserError(f"max_tokens = {request.max_tokens} is below the longest of the choices, {longest} tokens")
 
 
 def row_buckets(num_slots: int) -> tuple[int, ...]:
@@ -190,22 +222,31 @@ def find_ending(
 ) -> Ending | None:
     """How `tokens`, of which the first `num_checked` are known to go on, end the sample; None if they do not.
 
-    A stop id or a completed stop string ends it, whichever comes first, else `max_tokens`. A stop string counts from
-    the token that completes it in the decoded text, wherever it began; the text is cut before it.
+    A stop id, the end of a choice or a completed stop string ends it, whichever comes first, else `max_tokens`. A stop
+    string counts from the token that completes it in the decoded text, wherever it began; the text is cut before it.
+    Before `min_tokens` none of them does.
     """
     stop = next((i + 1 for i in range(num_checked, len(tokens)) if tokens[i] in request.stop_ids), None)
+    if request.choices:  # no sample is longer than its choice: the device stops there
+        trie = make_trie(request.choices)
+        stop = len(tokens) if trie.is_leaf(trie.walk(tokens)) else None
     end = min(stop or len(tokens), request.max_tokens)
     if request.stop_strings:
+        ignored = len(decode_text(tokens[: request.min_tokens - 1])) if request.min_tokens > 1 else 0
         whole = decode_text(tokens[:end])
-        if any(string in whole for string in request.stop_strings):
-            for num_tokens in range(num_checked + 1, end + 1):
+        if _places_of(request.stop_strings, whole, ignored):
+            for num_tokens in range(max(num_checked + 1, request.min_tokens), end + 1):
                 text = whole if num_tokens == end else decode_text(tokens[:num_tokens])
-                found = [at for string in request.stop_strings if (at := text.find(string)) >= 0]
-                if found:
+                if found := _places_of(request.stop_strings, text, ignored):
                     return Ending(num_tokens, text[: min(found)], "stop")
     if end == stop:
         return Ending(end, decode_text(tokens[:end]), "stop")
     return Ending(end, decode_text(tokens[:end]), "length") if end == request.max_tokens else None
+
+
+def _places_of(strings: Sequence[str], text: str, ignored: int) -> list[int]:
+    """Where each of `strings` begins that is in the text, but not within its first `ignored` characters."""
+    return [at for string in strings if (at := text.find(string, max(ignored - len(string) + 1, 0))) >= 0]
 
 
 @dataclass

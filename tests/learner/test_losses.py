@@ -70,6 +70,40 @@ def test_token_logprobs_and_their_gradients_are_those_of_full_logits(params_of, 
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), found_gradients, expected_gradients)
 
 
+@pytest.mark.parametrize("chunk", [2, 100])
+def test_targets_drawn_from_few_tokens_are_renormalised_and_others_are_not(chunk):
+    params, arrays = tiny_params(), target_arrays()
+    hidden = arrays.pop("hidden")
+    rng = np.random.default_rng(1)
+    allowed = np.full((R, T, 4), -1, np.int32)
+    allowed[:, ::2, :3] = rng.permuted(np.tile(np.arange(1, SIZES.vocab_size), (R, (T + 1) // 2, 1)), axis=-1)[..., :3]
+    allowed[:, ::2, 3] = arrays["target_tokens"][:, ::2]  # perhaps there already: it counts once
+    weights = jax.random.normal(jax.random.key(1), (2, R, T))
+
+    def plain(params, hidden):
+        scores = jnp.take_along_axis(logits(params, hidden), arrays["predictor"][..., None], axis=1)
+        possible = (allowed[..., None] == np.arange(SIZES.vocab_size)).any(2) | (allowed < 0).all(-1, keepdims=True)
+        scores = jnp.where(possible, scores / arrays["temperatures"][..., None], -1e9)
+        log_p = jax.nn.log_softmax(scores)
+        found = jnp.take_along_axis(log_p, arrays["target_tokens"][..., None], axis=-1)[..., 0]
+        entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+        return jnp.where(arrays["target_mask"], found, 0), jnp.where(arrays["target_mask"], entropy, 0)
+
+    def ours(params, hidden):
+        return token_logprobs(params, hidden, **arrays, allowed=jnp.asarray(allowed), chunk=chunk)
+
+    def scalar(function, params, hidden):
+        logprobs, entropy = function(params, hidden)
+        return jnp.sum(logprobs * weights[0] + entropy * weights[1]), (logprobs, entropy)
+
+    grad = jax.jit(jax.value_and_grad(scalar, argnums=(1, 2), has_aux=True), static_argnums=0)
+    (_, expected), expected_gradients = grad(plain, params, hidden)
+    (_, found), found_gradients = grad(ours, params, hidden)
+    for own, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(own, other, atol=1e-5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), found_gradients, expected_gradients)
+
+
 jitted_logprobs = jax.jit(token_logprobs, static_argnames="chunk")
 
 

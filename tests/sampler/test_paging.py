@@ -99,14 +99,18 @@ def test_a_long_prompt_does_not_hold_up_a_row_that_decodes():
     assert order == ["short", "long"]  # the long one takes 14 chunks of prefill, the short one 6 of decoding
 
 
+EDITS = [
+    {}, {}, {"repetition_penalty": 1.7}, {"logit_bias": ((7, 4.0), (9, -3.0)), "wants_raw": True}, {"min_tokens": 1},
+    {"choices": ((5,), (6,), (159,)), "wants_raw": True},
+]  # fmt: skip
 REQUESTS = st.lists(
     st.builds(
-        lambda header, tail, seed, max_tokens, temperature, top_k, stops: GenerateRequest(
+        lambda header, tail, seed, max_tokens, temperature, top_k, stops, edits: GenerateRequest(
             (*prompt(header, 6 * header), *prompt(100 + tail, tail)), seed, max_tokens, temperature, top_k,
-            stop_ids=tuple(range(stops)), stop_strings=("11",) * (stops % 2),
+            stop_ids=tuple(range(stops)), stop_strings=("11",) * (stops % 2), **edits,
         ),
         st.integers(0, 3), st.integers(1, 20), st.integers(0, 3), st.integers(1, 24),
-        st.sampled_from([0.0, 0.7, 1.0]), st.sampled_from([0, 3]), st.sampled_from([0, 1, 10]),
+        st.sampled_from([0.0, 0.7, 1.0]), st.sampled_from([0, 3]), st.sampled_from([0, 1, 8]), st.sampled_from(EDITS),
     ),
     min_size=1, max_size=10,
 )  # fmt: skip

@@ -83,6 +83,21 @@ def test_a_stop_string_may_begin_in_an_earlier_token_and_chunk():
     assert ending([123, 456, 789], stop_strings=("123",)) == (1, "", "stop")
 
 
+def test_stop_strings_that_stand_before_min_tokens_do_not_count():
+    options = {"stop_strings": ("7",), "min_tokens": 2}
+    assert ending([7], **options) is None
+    assert ending([7, 8], **options) is None
+    assert ending([7, 8, 7], **options) == (3, "00700800", "stop")
+    assert ending([7, 7], **options) == (2, "00700", "stop")
+
+
+def test_a_choice_ends_where_nothing_can_follow():
+    choices = ((3, 4), (5,))
+    assert ending([3], choices=choices) is None
+    assert ending([3, 4], choices=choices) == (2, "003004", "stop")
+    assert ending([5], choices=choices) == (1, "005", "stop")
+
+
 def test_of_stop_string_and_stop_id_the_first_to_complete_wins():
     assert ending([123, 5, 456], stop_ids=(5,), stop_strings=("456",)) == (2, "123005", "stop")
     assert ending([123, 456, 5], stop_ids=(5,), stop_strings=("456",)) == (2, "123", "stop")
@@ -108,6 +123,15 @@ def test_of_stop_string_and_stop_id_the_first_to_complete_wins():
         ({"min_p": -0.1}, "min_p"),
         ({"min_p": 1.0}, "min_p"),
         ({"stop_strings": ("",)}, "stop_strings"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"logit_bias": ((160, 1.0),)}, "logit_bias: id 160"),
+        ({"logit_bias": ((1, float("nan")),)}, "logit_bias: nan of token 1"),
+        ({"min_tokens": 7}, "min_tokens = 7 is not between 0 and max_tokens = 6"),
+        ({"min_tokens": 2, "stop_ids": tuple(range(9))}, "stop_ids: with min_tokens"),
+        ({"choices": ((1,), (1, 2))}, r"choices: the choice \[1\] begins another"),
+        ({"choices": ((1, 160),)}, "choices: id 160"),
+        ({"choices": ((1,) * 7,)}, "max_tokens = 6 is below the longest of the choices, 7"),
+        ({"choices": ((1,),), "min_tokens": 1}, "min_tokens: choices"),
     ],
 )
 def test_a_request_that_cannot_be_meant_is_refused_by_name(settings, named):

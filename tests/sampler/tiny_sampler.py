@@ -61,6 +61,8 @@ def assert_same_samples(found: Sequence[Completion], expected: Sequence[Completi
     for one, other in zip(found, expected, strict=True):
         assert (one.tokens, one.text, one.finish_reason) == (other.tokens, other.text, other.finish_reason)
         np.testing.assert_allclose(one.behaviour_logprobs, other.behaviour_logprobs, atol=1e-5)
+        np.testing.assert_allclose(one.raw_logprobs, other.raw_logprobs, atol=1e-5)
+        np.testing.assert_allclose(one.kept_mass, other.kept_mass, atol=1e-5)
 
 
 def reference_sample(params: Params, request: GenerateRequest) -> Completion:
@@ -69,23 +71,60 @@ def reference_sample(params: Params, request: GenerateRequest) -> Completion:
     seed = np.array([[request.seed >> 32, request.seed & 0xFFFFFFFF]], np.uint32)
     tokens: list[int] = []
     logprobs: list[float] = []
+    raw_logprobs: list[float] = []
+    kept_mass: list[float] = []
     ending = None
     while ending is None:
         whole = (*request.tokens, *tokens)
         padded = np.zeros((1, 128), np.int32)
         padded[0, : len(whole)] = whole
-        token, logprob = _next_token(params, padded, len(whole), seed, len(tokens), *options)
+        raw = np.asarray(_last_logits(params, padded, len(whole)))
+        edited = edited_by_definition(raw, request, tokens)
+        token, logprob, is_kept = jax.device_get(_draw(edited[None], seed, len(tokens), *options))
+        if request.wants_raw:
+            raw_logprobs.append(float(np.log(_softmax(raw)[token])))
+            whole_mass = _softmax(edited / request.temperature) if request.temperature else np.ones(len(edited))
+            kept_mass.append(float(whole_mass[is_kept].sum()) if request.temperature else 1.0)
         tokens.append(int(token))
         logprobs.append(float(logprob))
         ending = find_ending(request, tokens, len(tokens) - 1, text_of)
-    return Completion(tuple(tokens), tuple(logprobs), ending.text, ending.finish_reason, 3)
+    return Completion(
+        tuple(tokens), tuple(logprobs), ending.text, ending.finish_reason, 3, tuple(raw_logprobs), tuple(kept_mass)
+    )
+
+
+def edited_by_definition(logits: np.ndarray, request: GenerateRequest, tokens: Sequence[int]) -> np.ndarray:
+    """`[V]`: penalty, bias, banned stops and choices, one token at a time."""
+    scores = logits.astype(np.float32).copy()
+    for token in {*request.tokens, *tokens}:
+        scores[token] *= (
+            request.repetition_penalty if scores[token] <= 0 else 1 / np.float32(request.repetition_penalty)
+        )
+    for token, bias in request.logit_bias:
+        scores[token] += bias
+    if len(tokens) < request.min_tokens:
+        scores[list(request.stop_ids)] = -np.inf
+    if request.choices:
+        possible = [c[len(tokens)] for c in request.choices if c[: len(tokens)] == tuple(tokens)]
+        scores[~np.isin(np.arange(len(scores)), possible)] = -np.inf
+    return scores
+
+
+def _softmax(scores: np.ndarray) -> np.ndarray:
+    weights = np.exp(scores.astype(np.float64) - scores.max())
+    return weights / weights.sum()
 
 
 @jax.jit
-def _next_token(params, tokens, length, seed, token_index, temperature, top_k, top_p, min_p):
-    rows = (jnp.atleast_1d(x) for x in (token_index, temperature, top_k, top_p, min_p))
-    token, logprob = sample_tokens(whole_logits(SIZES, params, tokens)[:, length - 1], seed, *rows)
-    return token[0], logprob[0]
+def _last_logits(params, tokens, length):
+    return whole_logits(SIZES, params, tokens)[0, length - 1]
+
+
+@jax.jit
+def _draw(scores, seed, token_index, temperature, top_k, top_p, min_p):
+    rows = [jnp.atleast_1d(x) for x in (token_index, temperature, top_k, top_p, min_p)]
+    token, logprob = sample_tokens(scores, seed, *rows)
+    return token[0], logprob[0], jnp.isfinite(process_logits(scores, *rows[1:])[0])
 
 
 def reference_logprobs(params: Params, request: GenerateRequest, tokens: Sequence[int]) -> np.ndarray:
