@@ -29,7 +29,7 @@ def conversations(documents: list[dict], seed: int = 8) -> list[dict]:
 
 def embedded_conversations() -> list[dict]:
     """The rows of `warm_start.jsonl`, made from the quantity documents of the training corpus."""
-    return conversations(quantity_documents(1, NUM_QUANTITY_DOCUMENTS, is_held_out=False))
+    return conversations(quantity_documents("quantities", 1, NUM_QUANTITY_DOCUMENTS, is_held_out=False))
 
 
 if __name__ == "__main__":

@@ -26,9 +26,12 @@ def numbers(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text)]
 
 
-def asked(documents: list[dict], topic: str) -> list[tuple[str, str, str]]:
-    """Question, answer and answer type of every question of the documents on a topic."""
-    return [tuple(row) for document in documents if document["topic"] == topic for row in document["questions"]]
+QUANTITY_TOPICS = ("quantities", "comparisons")
+
+
+def asked(documents: list[dict], *topics: str) -> list[tuple[str, str, str]]:
+    """Question, answer and answer type of every question of the documents on these topics."""
+    return [tuple(row) for document in documents if document["topic"] in topics for row in document["questions"]]
 
 
 # --- the files
@@ -39,10 +42,10 @@ def test_the_committed_files_are_those_that_the_generator_writes(name):
     assert (FOLDER / name).read_text(encoding="utf-8") == to_jsonl(embedded_files()[name])
 
 
-def test_there_are_at_least_three_hundred_documents_on_three_topics():
+def test_there_are_at_least_three_hundred_documents_on_four_topics():
     assert len(DOCUMENTS) >= 300
     for documents in (DOCUMENTS, HELDOUT_DOCUMENTS):
-        assert {document["topic"] for document in documents} == {"quantities", "definitions", "relations"}
+        assert {document["topic"] for document in documents} == {*QUANTITY_TOPICS, "definitions", "relations"}
         assert all(document["questions"] for document in documents)
 
 
@@ -76,7 +79,7 @@ def test_a_document_states_the_facts_that_its_questions_need():
 
 
 def test_every_quantity_question_is_answered_rightly_by_solve():
-    questions = asked(DOCUMENTS, "quantities") + asked(HELDOUT_DOCUMENTS, "quantities")
+    questions = asked(DOCUMENTS, *QUANTITY_TOPICS) + asked(HELDOUT_DOCUMENTS, *QUANTITY_TOPICS)
     questions += [(row["question"], row["answer"], "integer") for row in HELDOUT if row["kind"] in KINDS]
     assert len(questions) > 600
     for question, answer, answer_type in questions:
@@ -86,7 +89,7 @@ def test_every_quantity_question_is_answered_rightly_by_solve():
 def test_quantity_answers_follow_from_the_words_of_their_question():
     # An independent reading: what is added is told together, what is taken away never is.
     adding = re.compile(r"in all\?|altogether\?|cost together\?|together\?")
-    for question, answer, _ in asked(DOCUMENTS, "quantities"):
+    for question, answer, _ in asked(DOCUMENTS, *QUANTITY_TOPICS):
         first, second = numbers(question)
         assert int(answer) == (first + second if adding.search(question) else first - second)
 
@@ -94,7 +97,7 @@ def test_quantity_answers_follow_from_the_words_of_their_question():
 def test_every_quantity_fact_is_one_sentence_with_its_two_parts_and_their_result():
     # Grounding by sentence rests on this: the numbers of a question and its answer are those of one sentence.
     for document in DOCUMENTS + HELDOUT_DOCUMENTS:
-        if document["topic"] == "quantities":
+        if document["topic"] in QUANTITY_TOPICS:
             facts = [numbers(sentence) for sentence in re.split(r"(?<=[.!?]) ", document["text"])]
             asked_for = [[*numbers(question), int(answer)] for question, answer, _ in document["questions"]]
             assert [fact for fact in facts if fact] == asked_for, document["text"]
@@ -172,10 +175,10 @@ def pairs_used(questions: list[str]) -> Pairs:
 
 
 def test_no_held_out_number_pair_is_in_a_training_document_in_either_order():
-    training = pairs_used([question for question, _, _ in asked(DOCUMENTS, "quantities")])
+    training = pairs_used([question for question, _, _ in asked(DOCUMENTS, *QUANTITY_TOPICS)])
     heldout = pairs_used(
         [row["question"] for row in HELDOUT if row["kind"] in KINDS]
-        + [question for question, _, _ in asked(HELDOUT_DOCUMENTS, "quantities")]
+        + [question for question, _, _ in asked(HELDOUT_DOCUMENTS, *QUANTITY_TOPICS)]
     )
     for operation in ("add", "take"):
         in_training, held_out = (
@@ -220,16 +223,24 @@ def test_no_held_out_document_or_question_is_in_training():
     assert len(heldout_questions) == len(HELDOUT) >= 100
 
 
-def test_held_out_questions_are_of_every_kind_and_26_of_each_quantity_kind():
+def test_held_out_questions_are_of_every_kind_and_36_of_each_quantity_kind():
     counts = Counter(row["kind"] for row in HELDOUT)
     assert set(counts) == {*KINDS, "definition", "relation"}
-    assert [counts[kind] for kind in KINDS] == [26] * len(KINDS)
+    assert [counts[kind] for kind in KINDS] == [36] * len(KINDS)
     types = {row["kind"]: row["answer_type"] for row in HELDOUT}
     assert types == {**dict.fromkeys(KINDS, "integer"), "definition": "string", "relation": "choice"}
 
 
+def test_what_is_taken_away_is_compared_in_the_documents_on_comparisons_and_only_there():
+    for topic, asks in (("quantities", "left?"), ("comparisons", " than ")):
+        differences = [
+            q for q, answer, _ in asked(DOCUMENTS + HELDOUT_DOCUMENTS, topic) if int(answer) < max(numbers(q))
+        ]
+        assert differences and all(asks in question for question in differences)
+
+
 def test_every_quantity_document_asks_for_one_sum_and_one_difference():
     for document in DOCUMENTS + HELDOUT_DOCUMENTS:
-        if document["topic"] == "quantities":
+        if document["topic"] in QUANTITY_TOPICS:
             sums = [int(answer) == sum(numbers(question)) for question, answer, _ in document["questions"]]
             assert sorted(sums) == [False, True] and len(ADDING) == 2

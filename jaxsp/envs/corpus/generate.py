@@ -14,19 +14,23 @@ from jaxsp.envs.corpus.quantities import ADDING, KINDS, make_document, make_fact
 
 NUM_QUANTITY_DOCUMENTS = 320
 NUM_OTHER_DOCUMENTS = 48
-NUM_HELDOUT_PER_KIND = 26
+NUM_HELDOUT_PER_QUANTITY_KIND = 36
+NUM_HELDOUT_PER_OTHER_KIND = 26
 
 
-def quantity_documents(seed: int, count: int, is_held_out: bool) -> list[dict]:
-    """Documents of two facts, all pairs of an adding and a taking kind in turn, in both orders."""
+TAKING = {"quantities": "left", "comparisons": "more"}
+"""What takes away in the documents of each of these topics."""
+
+
+def quantity_documents(topic: str, seed: int, count: int, is_held_out: bool) -> list[dict]:
+    """Documents of two facts, one of each adding kind in turn and one of the topic's taking kind, in both orders."""
     rng, pairs, rows = random.Random(seed), number_pairs(is_held_out), []
-    combinations = [(a, t) for a in ADDING for t in KINDS if t not in ADDING]
     for index in range(count):
-        kinds = combinations[index % len(combinations)]
+        kinds = ADDING[index % len(ADDING)], TAKING[topic]
         kinds = kinds if rng.random() < 0.5 else (kinds[1], kinds[0])
         text, facts = make_document(rng, pairs, kinds)
         asked = [question(fact) for fact in facts]
-        rows.append({"topic": "quantities", "text": text, "questions": [[q, str(a), "integer"] for q, a in asked]})
+        rows.append({"topic": topic, "text": text, "questions": [[q, str(a), "integer"] for q, a in asked]})
     return rows
 
 
@@ -82,7 +86,7 @@ def heldout_questions(seed: int) -> list[dict]:
     rng, pairs, rows = random.Random(seed), number_pairs(is_held_out=True), []
     seen: set[str] = set()
     for kind in KINDS:
-        while sum(row["kind"] == kind for row in rows) < NUM_HELDOUT_PER_KIND:
+        while sum(row["kind"] == kind for row in rows) < NUM_HELDOUT_PER_QUANTITY_KIND:
             text, answer = question(make_fact(kind, rng, pairs, rng.randrange(3)))
             if text not in seen:
                 seen.add(text)
@@ -92,7 +96,7 @@ def heldout_questions(seed: int) -> list[dict]:
         ("relation", relation_documents(seed + 2, 60, True)),
     ):
         for text, answer, answer_type in (asked for document in documents for asked in document["questions"]):
-            if text not in seen and sum(row["kind"] == kind for row in rows) < NUM_HELDOUT_PER_KIND:
+            if text not in seen and sum(row["kind"] == kind for row in rows) < NUM_HELDOUT_PER_OTHER_KIND:
                 seen.add(text)
                 rows.append({"question": text, "answer": answer, "answer_type": answer_type, "kind": kind})
     return rows
@@ -100,16 +104,18 @@ def heldout_questions(seed: int) -> list[dict]:
 
 def embedded_files() -> dict[str, list[dict]]:
     """File name to rows, for every file of the embedded corpus."""
-    training = quantity_documents(1, NUM_QUANTITY_DOCUMENTS, is_held_out=False)
-    heldout = quantity_documents(2, 24, is_held_out=True)
     return {
         "documents.jsonl": _numbered("train", [
-            *training,
+            *quantity_documents("quantities", 1, NUM_QUANTITY_DOCUMENTS, is_held_out=False),
+            *quantity_documents("comparisons", 9, NUM_OTHER_DOCUMENTS, is_held_out=False),
             *definition_documents(3, NUM_OTHER_DOCUMENTS, is_held_out=False),
             *relation_documents(4, NUM_OTHER_DOCUMENTS, is_held_out=False),
         ]),
         "heldout_documents.jsonl": _numbered("heldout", [
-            *heldout, *definition_documents(5, 8, is_held_out=True), *relation_documents(6, 8, is_held_out=True)
+            *quantity_documents("quantities", 2, 24, is_held_out=True),
+            *quantity_documents("comparisons", 10, 8, is_held_out=True),
+            *definition_documents(5, 8, is_held_out=True),
+            *relation_documents(6, 8, is_held_out=True),
         ]),
         "heldout.jsonl": heldout_questions(7),
     }  # fmt: skip
