@@ -71,6 +71,7 @@ def make_sampler(
         prefill_tokens=sampler.prefill_tokens,
         page_tokens=sampler.page_tokens,
         cache_tokens=sampler.cache_tokens,
+        attention=sampler.attention,
         compute_dtype=compute_dtype,
         decode_text=tokenizer.decode,
         mesh=mesh,
@@ -81,9 +82,16 @@ def sampler_mesh(mesh: Mesh, sizes: DecoderSizes) -> Mesh:
     """The learner's devices, in their order, as the sampler uses them.
 
     Heads, MLP and vocabulary are split over as many of them as divide these, so that no weights travel while tokens
-    are decoded; where devices are left, each part of weights and cache has copies on several.
+    are decoded; kv heads are split too, or where there are fewer of them, each has copies on several devices. Where
+    devices are left, each part of weights and cache has copies on several.
     """
-    num_parts = math.gcd(mesh.size, sizes.num_heads, sizes.num_kv_heads, sizes.mlp_dim, sizes.vocab_size)
+    splits = math.gcd(mesh.size, sizes.num_heads, sizes.mlp_dim, sizes.vocab_size)
+    num_kv_heads = sizes.num_kv_heads
+    num_parts = max(
+        parts
+        for parts in range(1, splits + 1)
+        if splits % parts == 0 and (num_kv_heads % parts == 0 or parts % num_kv_heads == 0)
+    )
     shape = {**dict.fromkeys(mesh.axis_names, 1), "data": mesh.size // num_parts, "tensor": num_parts}
     return Mesh(mesh.devices.reshape(tuple(shape.values())), mesh.axis_names, axis_types=mesh.axis_types)
 

@@ -19,7 +19,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 BLOCK_TOKENS = 512
-"""Tokens whose keys and values are in fast memory at one time, twice: 4 MiB for 8 heads of 128 in bfloat16."""
+"""Tokens of a row that are computed together."""
+MAX_BUFFER_BYTES = 4 * 2**20
+"""Fast memory for keys and values: two blocks, so that one can be copied while the other is computed."""
+MAX_TABLE_BYTES = 512 * 2**10
+"""Scalar memory for the table: half of what a chip has."""
 
 
 def decode_attention(
@@ -35,11 +39,12 @@ def decode_attention(
     interpret: bool = False,
     block_tokens: int = BLOCK_TOKENS,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "G K T H"], Float[Array, "G K T H"]]:
-    """See `jaxsp.sampler.paged_attention.PagedAttention.decode`."""
+    """See `jaxsp.sampler.paged_attention.Implementation.decode`."""
     num_rows, num_heads, head_dim = q.shape
     _, num_kv_heads, page_tokens, _ = keys.shape
     group = num_heads // num_kv_heads
-    block_pages = max(1, min(block_tokens // page_tokens, table.shape[1]))
+    page_bytes = num_kv_heads * page_tokens * head_dim * keys.dtype.itemsize
+    block_pages = max(1, min(block_tokens // page_tokens, MAX_BUFFER_BYTES // (4 * page_bytes), table.shape[1]))
     num_cores = 2 if num_rows % 2 == 0 else 1
 
     def of_row(*shape: int) -> pl.BlockSpec:
