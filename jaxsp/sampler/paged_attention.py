@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxsp.config import UsageError
 from jaxsp.model import decoder
-from jaxsp.model.attention import attention, chunked_attention
+from jaxsp.model.attention import QUERY_CHUNK, attention, chunked_attention
 from jaxsp.sampler import gpu_attention, tpu_attention
 
 Cache = list[tuple[Array, Array]]
@@ -46,6 +46,8 @@ class Implementation:
     """Where it runs; None: everywhere."""
     page_tokens: int
     """Of a page, where the user names no size."""
+    writes_pages: bool
+    """Whether prompts are written into the cache by whole pages, not by tokens."""
     complaint: Callable[[CacheShape], str | None]
     """Why it cannot run, or None."""
     decode: Callable[..., tuple[Array, Array, Array]] | None
@@ -82,9 +84,9 @@ def _gpu_complaint(shape: CacheShape) -> str | None:
 IMPLEMENTATIONS = {
     implementation.name: implementation
     for implementation in (
-        Implementation("tpu", "tpu", 64, _tpu_complaint, tpu_attention.decode_attention),
-        Implementation("gpu", "gpu", 16, _gpu_complaint, gpu_attention.decode_attention),
-        Implementation("xla", None, 16, lambda shape: None, None),
+        Implementation("tpu", "tpu", 64, True, _tpu_complaint, tpu_attention.decode_attention),
+        Implementation("gpu", "gpu", 16, False, _gpu_complaint, gpu_attention.decode_attention),
+        Implementation("xla", None, 16, False, lambda shape: None, None),
     )
 }
 """In the order of preference. A page is what prompts share, so a small one shares more; a copy from memory wants a few
@@ -130,18 +132,28 @@ def choose(
 
 
 def prefill_attend(
-    table: Int[Array, "P W"], position: Int[Array, "P L"], is_real: Bool[Array, "P L"]
+    implementation: Implementation,
+    table: Int[Array, "P W"],
+    position: Int[Array, "P L"],
+    is_real: Bool[Array, "P L"],
 ) -> decoder.Attend:
-    """Attention of prompts' tokens, which it writes into the rows' pages where they are real: XLA's everywhere."""
+    """Attention of prompts' tokens, which it writes into the rows' pages where they are real: XLA's everywhere.
+
+    A row's positions follow one another, and the real ones come first.
+    """
+    write = _write_pages if implementation.writes_pages else _write
+    query_chunk = QUERY_CHUNK
+    if implementation.decode is not None:  # scores of all rows at one time, against contexts of any length
+        query_chunk = max(QUERY_CHUNK // len(table), 16)
 
     def attend(q: Array, k: Array, v: Array, entry: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
-        written = [_write(old, new, table, position, is_real) for old, new in zip(entry, (k, v), strict=True)]
+        written = [write(old, new, table, position, is_real) for old, new in zip(entry, (k, v), strict=True)]
         # The barrier keeps XLA from fusing the write into what reads it, for which it would copy the whole cache.
         keys, values = jax.lax.optimization_barrier(written)
         rows = _side_by_side(keys, table), _side_by_side(values, table)
         num_positions = rows[0].shape[2]
         until_the_end = jnp.full((len(table), num_positions), num_positions)
-        return chunked_attention(q, *rows, position, until_the_end), (keys, values)
+        return chunked_attention(q, *rows, position, until_the_end, query_chunk), (keys, values)
 
     return attend
 
@@ -234,6 +246,29 @@ def _write(
     column = jnp.minimum(position // page_tokens, table.shape[1] - 1)
     page = jnp.where(is_real, jnp.take_along_axis(table, column, axis=1), num_pages)
     return pages.at[page, :, position % page_tokens].set(new.astype(pages.dtype), mode="drop")
+
+
+def _write_pages(
+    pages: Float[Array, "G K T H"],
+    new: Float[Array, "B L K H"],
+    table: Int[Array, "B W"],
+    position: Int[Array, "B L"],
+    is_real: Bool[Array, "B L"],
+) -> Float[Array, "G K T H"]:
+    """What `_write` gives, by whole pages that are read, changed and written: XLA for TPU lays the cache out anew to
+    write single tokens, and copies all of it for that."""
+    num_rows, length, num_kv_heads, head_dim = new.shape
+    num_pages, _, page_tokens, _ = pages.shape
+    first = position[:, :1] // page_tokens
+    column = first + jnp.arange(-(-length // page_tokens) + 1)
+    # token[b, c, t] is the place in the call of what comes to place t of the page of column c
+    token = column[..., None] * page_tokens + jnp.arange(page_tokens) - position[:, :1, None]
+    is_new = (token >= 0) & (token < jnp.sum(is_real, axis=1)[:, None, None])
+    flat = jnp.clip(token, 0, length - 1).reshape(num_rows, -1, 1, 1)
+    laid_out = jnp.take_along_axis(new, flat, axis=1).reshape(*token.shape, num_kv_heads, head_dim)
+    page = jnp.take_along_axis(table, jnp.minimum(column, table.shape[1] - 1), axis=1)
+    changed = jnp.where(is_new[:, :, None, :, None], jnp.swapaxes(laid_out, 2, 3).astype(pages.dtype), pages[page])
+    return pages.at[jnp.where(jnp.any(is_new, axis=2), page, num_pages)].set(changed, mode="drop")
 
 
 def _write_token(

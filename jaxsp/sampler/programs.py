@@ -78,7 +78,7 @@ def make_programs(
         return [(keys, values) for keys, values in zeros]
 
     def prefill(params: Params, cache: Cache, tokens: Array, start: Array, count: Array, table: Array) -> Any:
-        cache, hidden = _prefill(sizes, compute_dtype, params, cache, tokens, start, count, table)
+        cache, hidden = _prefill(sizes, compute_dtype, implementation, params, cache, tokens, start, count, table)
         return constrain(cache), hidden
 
     def first_tokens(params: Params, hidden: Array, slots: Slots) -> tuple[Array, Array]:
@@ -105,6 +105,7 @@ def make_programs(
 def _prefill(
     sizes: DecoderSizes,
     compute_dtype: Any,
+    implementation: Implementation,
     params: Params,
     cache: Cache,
     tokens: Int[Array, "P L"],
@@ -119,7 +120,7 @@ def _prefill(
     """
     offset = jnp.arange(tokens.shape[1])
     position = start[:, None] + offset
-    attend = prefill_attend(table, position, offset < count[:, None])
+    attend = prefill_attend(implementation, table, position, offset < count[:, None])
     states, cache = decoder.hidden_states(sizes, params, tokens, position, attend, cache, compute_dtype=compute_dtype)
     return cache, jnp.take_along_axis(states, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
 

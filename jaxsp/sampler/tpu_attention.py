@@ -10,6 +10,7 @@ is written back.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -108,25 +109,26 @@ def _kernel(
     last_page = jax.lax.div(jnp.maximum(length, 0), page_tokens)  # lax's division: no signs to look at
     num_blocks = jax.lax.div(last_page, block_pages) + 1
 
-    def copies(of_row: Array, block: Array, slot: Array, page: int) -> list[Any]:
-        at = pl.ds(page * page_tokens, page_tokens)
+    def copies(of_row: Array, block: Array, slot: Array, page: Array) -> list[Any]:
+        at = pl.ds(pl.multiple_of(page * page_tokens, page_tokens), page_tokens)
         source = table[of_row, block * block_pages + page]
         return [
             pltpu.make_async_copy(pages.at[source], buffer.at[slot, :, at], sems.at[i, slot])
             for i, (pages, buffer) in enumerate(((keys, key_buffer), (values, value_buffer)))
         ]
 
-    def for_pages(of_row: Array, block: Array, act: Any) -> None:
-        """Of a block, the pages that hold a token or are to hold one."""
+    def for_copies(of_row: Array, block: Array, slot: Array, act: Callable[[Any], None]) -> None:
+        """Of a block's pages, those that hold a token or are to hold one."""
         num_pages = jax.lax.div(jnp.maximum(lengths[of_row], 0), page_tokens) + 1 - block * block_pages
-        for page in range(block_pages):
-            pl.when(page < num_pages)(functools.partial(act, page))
+
+        def one_page(page: Array, _: None) -> None:
+            for copy in copies(of_row, block, slot, page):
+                act(copy)
+
+        jax.lax.fori_loop(0, jnp.minimum(num_pages, block_pages), one_page, None)
 
     def start(of_row: Array, block: Array, slot: Array) -> None:
-        for_pages(of_row, block, lambda page: [copy.start() for copy in copies(of_row, block, slot, page)] and None)
-
-    def wait(block: Array, slot: Array) -> None:
-        for_pages(row, block, lambda page: [copy.wait() for copy in copies(row, block, slot, page)] and None)
+        for_copies(of_row, block, slot, lambda copy: copy.start())
 
     @pl.when(row_of_core == 0)
     def _() -> None:
@@ -161,7 +163,7 @@ def _kernel(
         next_row = jnp.where(is_last, row + 1, row)
         has_next = jnp.logical_or(~is_last, row_of_core + 1 < rows_per_core)
         pl.when(has_next)(lambda: start(next_row, jnp.where(is_last, 0, block + 1), 1 - slot))
-        wait(block, slot)
+        for_copies(row, block, slot, lambda copy: copy.wait())
         pl.when(jnp.logical_and(is_last, length >= 0))(lambda: put_token(slot))
         position = block * block_tokens + jax.lax.broadcasted_iota(jnp.int32, (group, block_tokens), 1)
         new = []
