@@ -1,13 +1,15 @@
-# Targets: quickstart, test, test-slow, lint, format, clean. Everything is installed into .venv.
+# Targets: quickstart, test, test-slow, test-aot, lint, format, clean. Everything is installed into .venv, and what
+# test-aot compiles with into .venv-aot, so that JAX finds no accelerator where everything else runs.
 VENV := .venv
 BIN := $(VENV)/bin
+AOT_VENV := .venv-aot
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 \
 	&& { echo $$p; break; }; done)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .constraints.txt
 CHECKED := jaxsp tests
 
-.PHONY: quickstart test test-slow lint format clean
+.PHONY: quickstart test test-slow test-aot lint format clean
 
 # Large memory pages: glibc's malloc asks for them, and decoding, which reads all weights for each token, is a third faster.
 quickstart: $(VENV)/.installed
@@ -18,6 +20,9 @@ test: lint
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow
+
+test-aot: $(AOT_VENV)/.installed
+	JAX_PLATFORMS=cpu $(AOT_VENV)/bin/python -m pytest -m slow tests/sampler/test_ahead_of_time.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check $(CHECKED)
@@ -47,5 +52,12 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) --editable ".[dev]"
 	@touch $@
 
+$(AOT_VENV)/.installed: pyproject.toml .constraints.txt | $(VENV)/bin/python
+	@echo "installing the compilers of JAX for TPU and GPU into $(AOT_VENV) (about 7 GB) ..."
+	$(BIN)/python -m venv $(AOT_VENV)
+	$(AOT_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint .constraints.txt \
+		--editable ".[dev,tpu,cuda12]"
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(AOT_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

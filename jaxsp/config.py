@@ -67,11 +67,16 @@ class SamplerConfig:
     """Tokens decoded between two looks at the queue."""
     prefill_tokens: int = 2048
     """Prompt tokens of one prefill call."""
-    page_tokens: int = 16
-    """Tokens of a page of the KV cache: what prompts share, and what is evicted, comes in whole pages."""
+    page_tokens: int | None = None
+    """Tokens of a page of the KV cache: what prompts share, and what is evicted, comes in whole pages. null: 64 where
+    `attention` is `tpu`, else 16."""
     cache_tokens: int | None = None
     """Tokens that the KV cache holds, at least `max_context`; null: `num_slots * max_context`. Where it runs out, rows
     wait and are computed again."""
+    attention: Literal["auto", "xla", "tpu", "gpu"] = "auto"
+    """How decoding reads the KV cache. `xla` gathers each row's pages once for `decode_chunk` tokens, on any platform;
+    `tpu` and `gpu` are kernels that read the pages in place, for head sizes of a multiple of 128 and of a power of 2;
+    `auto` is the kernel of the platform where it can run, else `xla`."""
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from jaxsp.model.decoder import abstract_params, logical_axes
 from jaxsp.model.sizes import DecoderSizes
 from jaxsp.policy import sampler_mesh
 from jaxsp.run import abstract_arrays, open_parts
+from jaxsp.sampler.paged_attention import choose
 from jaxsp.sampler.scheduler import context_buckets, prompt_buckets, row_buckets
-from jaxsp.sampler.weight_sync import sampler_shardings
+from jaxsp.sampler.weight_sync import sampler_shardings, sampler_sizes
 from jaxsp.verifiers.verify import make_verifier_pool
 
 
@@ -49,7 +50,13 @@ def describe(config: RunConfig, console: Console) -> None:
         f"device{'s' if num_copies > 1 else ''} each",
     )
     line("sampler rows", _listed(row_buckets(config.sampler.num_slots)))
-    line("sampler contexts", _listed(context_buckets(config.sampler.max_context, config.sampler.page_tokens)))
+    attention, page_tokens = choose(
+        config.sampler.attention, devices[0].platform, num_slots=config.sampler.num_slots,
+        max_context=config.sampler.max_context, page_tokens=config.sampler.page_tokens, head_dim=sizes.head_dim,
+        dtype=config.model.compute_dtype,
+    )  # fmt: skip
+    line("sampler attention", f"{attention.name}, pages of {page_tokens} tokens")
+    line("sampler contexts", _listed(context_buckets(config.sampler.max_context, page_tokens)))
     line("sampler prompts", _listed(prompt_buckets(config.sampler.prefill_tokens)))
     console.print(_memory_table(memory, devices[0]))
 
@@ -66,13 +73,14 @@ def memory_estimate(config: RunConfig, sizes: DecoderSizes, mesh: jax.sharding.M
     compute_bytes = jnp.dtype(config.model.compute_dtype).itemsize
     cache_tokens = config.sampler.cache_tokens or config.sampler.num_slots * config.sampler.max_context
     decoding = sampler_mesh(mesh, sizes)
+    split = sampler_sizes(sizes, decoding)
     weights = jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
-        abstract_params(sizes),
+        abstract_params(split),
         shardings(decoding, axes),
     )
-    _, kv_sharding = sampler_shardings(sizes, decoding)
-    layer_cache = kv_sharding.shard_shape((1, sizes.num_kv_heads, cache_tokens, sizes.head_dim))
+    _, kv_sharding = sampler_shardings(split, decoding)
+    layer_cache = kv_sharding.shard_shape((1, split.num_kv_heads, cache_tokens, split.head_dim))
     num_rows = -(-config.learner.rows_per_microbatch // num_parts(mesh, "batch"))
     layer_inputs = num_rows * config.learner.row_tokens * sizes.embed_dim * (sizes.num_layers + 1)
     logits = 2 * config.learner.logits_chunk * sizes.vocab_size

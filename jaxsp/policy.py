@@ -71,6 +71,7 @@ def make_sampler(
         prefill_tokens=sampler.prefill_tokens,
         page_tokens=sampler.page_tokens,
         cache_tokens=sampler.cache_tokens,
+        attention=sampler.attention,
         compute_dtype=compute_dtype,
         decode_text=tokenizer.decode,
         mesh=mesh,
@@ -83,9 +84,17 @@ def sampler_mesh(mesh: Mesh, sizes: DecoderSizes) -> Mesh:
     Heads, MLP and vocabulary are split over as many of them as divide these, so that no weights travel while tokens
     are decoded; where devices are left, each part of weights and cache has copies on several.
     """
-    num_parts = math.gcd(mesh.size, sizes.num_heads, sizes.num_kv_heads, sizes.mlp_dim, sizes.vocab_size)
+    num_parts = sampler_parts(mesh.size, sizes)
     shape = {**dict.fromkeys(mesh.axis_names, 1), "data": mesh.size // num_parts, "tensor": num_parts}
     return Mesh(mesh.devices.reshape(tuple(shape.values())), mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def sampler_parts(num_devices: int, sizes: DecoderSizes) -> int:
+    """The largest number of parts into which heads, MLP, vocabulary and devices divide, and which divides the kv heads
+    or is a multiple of them (each then stands on several devices)."""
+    splits = math.gcd(num_devices, sizes.num_heads, sizes.mlp_dim, sizes.vocab_size)
+    kv_heads = sizes.num_kv_heads
+    return max(n for n in range(1, splits + 1) if splits % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0))
 
 
 def make_setting(text: TextSide, generate: Generate, prompts: PromptSet, pool: ProcessPool) -> Setting:

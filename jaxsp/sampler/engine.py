@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -19,9 +20,10 @@ from jaxsp.config import UserError
 from jaxsp.model.decoder import Params
 from jaxsp.model.sizes import DecoderSizes
 from jaxsp.sampler.batch import Batch, BatchSettings, Sample
+from jaxsp.sampler.paged_attention import Implementation, choose
 from jaxsp.sampler.programs import Programs, make_programs
 from jaxsp.sampler.scheduler import Counts, Ending, check_request
-from jaxsp.sampler.weight_sync import sampler_shardings, to_sampler_layout
+from jaxsp.sampler.weight_sync import sampler_shardings, sampler_sizes, to_sampler_layout
 from jaxsp.trajectory import Completion, GenerateRequest
 
 _LOOP_TURNS = 16
@@ -58,7 +60,13 @@ class Engine:
         """
         self.forget_prefixes()
         self._params = None  # before there are new ones
-        self._params = to_sampler_layout(params, self._settings.compute_dtype, self._param_shardings, consumes=consumes)
+        self._params = to_sampler_layout(
+            params,
+            self._settings.compute_dtype,
+            self._param_shardings,
+            num_kv_heads=self._sizes.num_kv_heads,
+            consumes=consumes,
+        )
         self._policy_version = policy_version
 
     def forget_prefixes(self) -> None:
@@ -167,8 +175,9 @@ def make_engine(
     prefill_tokens: int,
     compute_dtype: Any,
     decode_text: Callable[[Sequence[int]], str],
-    page_tokens: int = 16,
+    page_tokens: int | None = None,
     cache_tokens: int | None = None,
+    attention: str | Implementation = "auto",
     mesh: Mesh | None = None,
 ) -> Engine:
     """An engine for one decoder, without parameters yet (`Engine.load`).
@@ -181,11 +190,13 @@ def make_engine(
         prefill_tokens: prompt tokens of one prefill call; longer prompts take several.
         compute_dtype: of weights, activations and cache.
         decode_text: ids to text, without special tokens.
-        page_tokens: tokens of a page of the KV cache: what sharing and eviction come in.
+        page_tokens: tokens of a page of the KV cache: what sharing and eviction come in; None: what `attention` likes.
         cache_tokens: tokens that the KV cache holds; None: `num_slots * max_context`.
+        attention: how decoding reads the cache: `auto`, or one of `jaxsp.sampler.paged_attention.IMPLEMENTATIONS`.
         mesh: local devices to shard over (`jaxsp.mesh`); None: the default device.
 
-    Raises `UserError` naming the setting that is wrong, `UsageError` where the decoder does not divide over the mesh.
+    Raises `UserError` naming the setting that is wrong, `UsageError` where the decoder does not divide over the mesh,
+    or `attention` cannot run.
     """
     cache_tokens = num_slots * max_context if cache_tokens is None else cache_tokens
     named = {
@@ -193,7 +204,7 @@ def make_engine(
         "prefill_tokens": prefill_tokens, "page_tokens": page_tokens,
     }  # fmt: skip
     for name, value in named.items():
-        if value < 1:
+        if value is not None and value < 1:
             raise UserError(f"sampler.{name} = {value} is below 1")
     if cache_tokens < max_context:
         raise UserError(f"sampler.cache_tokens = {cache_tokens} is below sampler.max_context = {max_context}")
@@ -205,7 +216,14 @@ def make_engine(
     if sizes.num_labels:
         raise UserError("model: a sequence-classification checkpoint has no language head and cannot be sampled from")
     compute_dtype = jnp.dtype(compute_dtype)
-    param_shardings, kv_sharding = (None, None) if mesh is None else sampler_shardings(sizes, mesh)
+    param_shardings, kv_sharding = None, None
+    if mesh is not None:
+        sizes = sampler_sizes(sizes, mesh)
+        param_shardings, kv_sharding = sampler_shardings(sizes, mesh)
+    implementation, page_tokens = choose(
+        attention, (jax.devices()[0] if mesh is None else mesh.devices.flat[0]).platform, num_slots=num_slots,
+        max_context=max_context, page_tokens=page_tokens, head_dim=sizes.head_dim, dtype=compute_dtype,
+    )  # fmt: skip
     settings = BatchSettings(
         num_slots=num_slots,
         max_context=max_context,
@@ -217,7 +235,7 @@ def make_engine(
         compute_dtype=compute_dtype,
         decode_text=decode_text,
     )
-    programs = make_programs(sizes, compute_dtype, page_tokens, decode_chunk, kv_sharding)
+    programs = make_programs(sizes, compute_dtype, page_tokens, decode_chunk, kv_sharding, implementation)
     return Engine(sizes, programs, settings, param_shardings)
 
 

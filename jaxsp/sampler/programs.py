@@ -1,12 +1,10 @@
 """The sampler's device programs: prefill into pages, decoding, copying a page.
 
-Legend: B decoding rows, P prompts of a prefill call, L tokens of such a call, N query heads, K kv heads, W pages of a
-row, T tokens of a page, S = W T positions, G pages of the cache, H head size, D embedding, V vocabulary, C tokens of a
-decode chunk.
+Legend: B decoding rows, P prompts of a prefill call, L tokens of such a call, K kv heads, W pages of a row, T tokens of
+a page, G pages of the cache, H head size, D embedding, V vocabulary, C tokens of a decode chunk.
 
-The cache is a list with one `(keys, values)` per layer, each `[G, K, T, H]`. Attention reads the pages of a row side by
-side as `[B, K, S, H]`, which XLA's batched products read without a transpose. Decoding gathers them once for a chunk of
-tokens and puts the new tokens into their pages at its end.
+The cache is a list with one `(keys, values)` per layer, each `[G, K, T, H]`; `jaxsp/sampler/paged_attention.py` writes
+and reads it.
 """
 
 import functools
@@ -16,17 +14,24 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxsp.model import decoder
-from jaxsp.model.attention import attention, chunked_attention
 from jaxsp.model.decoder import Params
 from jaxsp.model.sizes import DecoderSizes
+from jaxsp.sampler.paged_attention import (
+    IMPLEMENTATIONS,
+    Cache,
+    Implementation,
+    close_rows,
+    decode_attend,
+    open_rows,
+    prefill_attend,
+)
 from jaxsp.sampler.sampling import raw_and_kept, sample_tokens
 from jaxsp.sampler.scheduler import Slots
 from jaxsp.sampler.score_edits import ScoreEdits, after_token, edit_scores, seen_at_first
-
-Cache = list[tuple[Array, Array]]
 
 
 class Drawn(NamedTuple):
@@ -63,7 +68,12 @@ class Programs:
 
 @functools.lru_cache(maxsize=16)
 def make_programs(
-    sizes: DecoderSizes, compute_dtype: Any, page_tokens: int, decode_chunk: int, kv_sharding: Any
+    sizes: DecoderSizes,
+    compute_dtype: Any,
+    page_tokens: int,
+    decode_chunk: int,
+    kv_sharding: NamedSharding | None,
+    implementation: Implementation = IMPLEMENTATIONS["xla"],
 ) -> Programs:
     """The programs for one decoder. The same arguments give the same object, so a second engine compiles nothing."""
 
@@ -78,7 +88,7 @@ def make_programs(
         return [(keys, values) for keys, values in zeros]
 
     def prefill(params: Params, cache: Cache, tokens: Array, start: Array, count: Array, table: Array) -> Any:
-        cache, hidden = _prefill(sizes, compute_dtype, params, cache, tokens, start, count, table)
+        cache, hidden = _prefill(sizes, compute_dtype, implementation, params, cache, tokens, start, count, table)
         return constrain(cache), hidden
 
     def first_tokens(params: Params, hidden: Array, slots: Slots, edits: ScoreEdits | None) -> Drawn:
@@ -88,7 +98,9 @@ def make_programs(
     def decode(
         params: Params, cache: Cache, table: Array, slots: Slots, edits: ScoreEdits | None, stop_at: Array
     ) -> Any:
-        cache, *rest = _decode(sizes, compute_dtype, decode_chunk, params, cache, table, slots, edits, stop_at)
+        cache, *rest = _decode(
+            sizes, compute_dtype, decode_chunk, implementation, kv_sharding, params, cache, table, slots, edits, stop_at
+        )
         return constrain(cache), *rest
 
     def copy_pages(cache: Cache, source: Array, target: Array) -> Cache:
@@ -103,29 +115,10 @@ def make_programs(
     )
 
 
-def _side_by_side(pages: Float[Array, "G K T H"], table: Int[Array, "B W"]) -> Float[Array, "B K S H"]:
-    """The pages of each row in the order of its table."""
-    gathered = jnp.swapaxes(pages[table], 1, 2)
-    return gathered.reshape(*gathered.shape[:2], -1, gathered.shape[-1])
-
-
-def _write(
-    pages: Float[Array, "G K T H"],
-    new: Float[Array, "B L K H"],
-    table: Int[Array, "B W"],
-    position: Int[Array, "B L"],
-    is_real: Array,
-) -> Float[Array, "G K T H"]:
-    """`pages` with each real `new[b, l]` at `position[b, l]` of row b. XLA updates a donated cache in place."""
-    num_pages, _, page_tokens, _ = pages.shape
-    column = jnp.minimum(position // page_tokens, table.shape[1] - 1)
-    page = jnp.where(is_real, jnp.take_along_axis(table, column, axis=1), num_pages)
-    return pages.at[page, :, position % page_tokens].set(new.astype(pages.dtype), mode="drop")
-
-
 def _prefill(
     sizes: DecoderSizes,
     compute_dtype: Any,
+    implementation: Implementation,
     params: Params,
     cache: Cache,
     tokens: Int[Array, "P L"],
@@ -140,17 +133,7 @@ def _prefill(
     """
     offset = jnp.arange(tokens.shape[1])
     position = start[:, None] + offset
-    is_real = offset < count[:, None]
-    num_positions = table.shape[1] * cache[0][0].shape[2]
-    until_the_end = jnp.full((len(tokens), num_positions), num_positions)
-
-    def attend(q: Array, k: Array, v: Array, entry: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
-        written = [_write(old, new, table, position, is_real) for old, new in zip(entry, (k, v), strict=True)]
-        # The barrier keeps XLA from fusing the write into what reads it, for which it would copy the whole cache.
-        keys, values = jax.lax.optimization_barrier(written)
-        rows = _side_by_side(keys, table), _side_by_side(values, table)
-        return chunked_attention(q, *rows, position, until_the_end), (keys, values)
-
+    attend = prefill_attend(implementation, table, position, offset < count[:, None])
     states, cache = decoder.hidden_states(sizes, params, tokens, position, attend, cache, compute_dtype=compute_dtype)
     return cache, jnp.take_along_axis(states, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
 
@@ -159,6 +142,8 @@ def _decode(
     sizes: DecoderSizes,
     compute_dtype: Any,
     decode_chunk: int,
+    implementation: Implementation,
+    kv_sharding: NamedSharding | None,
     params: Params,
     cache: Cache,
     table: Int[Array, "B W"],
@@ -171,18 +156,8 @@ def _decode(
     Row b's new tokens are the first `num_new[b]` of its line. A row stops after a stop id, at the end of a choice or
     after its last allowed token.
     """
-    rows = [(_side_by_side(keys, table), _side_by_side(values, table)) for keys, values in cache]
-    num_rows, num_positions = table.shape[0], rows[0][0].shape[2]
-    begin = slots.length
-
-    def attend_at(length: Array) -> decoder.Attend:
-        mask = (jnp.arange(num_positions)[None] <= length[:, None])[:, None]
-
-        def attend(q: Array, k: Array, v: Array, entry: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
-            keys, values = (_write_token(old, new[:, 0], length) for old, new in zip(entry, (k, v), strict=True))
-            return attention(q, keys, values, mask), (keys, values)
-
-        return attend
+    num_rows = table.shape[0]
+    rows = open_rows(implementation, cache, table)
 
     def is_running(state: tuple[Any, ...]) -> Array:
         step, slots = state[0], state[1]
@@ -190,10 +165,10 @@ def _decode(
 
     def one_token(state: tuple[Any, ...]) -> tuple[Any, ...]:
         step, slots, edits, seen, rows, drawn, num_new = state
+        attend = decode_attend(implementation, kv_sharding, table, slots.length, slots.is_active)
         hidden, rows = decoder.hidden_states(
-            sizes, params, slots.last_token[:, None], slots.length[:, None], attend_at(slots.length), rows,
-            compute_dtype=compute_dtype,
-        )  # fmt: skip
+            sizes, params, slots.last_token[:, None], slots.length[:, None], attend, rows, compute_dtype=compute_dtype
+        )
         one_drawn = _sample(decoder.logits(params, hidden[:, 0]), slots, edits, seen)
         token = one_drawn.tokens
         drawn = jax.tree.map(
@@ -218,32 +193,8 @@ def _decode(
     drawn = Drawn(jnp.zeros((num_rows, decode_chunk), jnp.int32), jnp.zeros((num_rows, decode_chunk)), *details)
     start = (jnp.int32(0), slots, edits, seen, rows, drawn, jnp.zeros(num_rows, jnp.int32))
     num_steps, _, _, _, rows, drawn, num_new = jax.lax.while_loop(is_running, one_token, start)
-    offset = jnp.arange(decode_chunk)
-    position = begin[:, None] + offset
-    is_real = offset < num_new[:, None]
-
-    def put_back(pages: Array, row: Array) -> Array:
-        index = jnp.minimum(position, num_positions - 1)[:, None, :, None]
-        new = jnp.take_along_axis(row, index, axis=2)
-        return _write(pages, jnp.swapaxes(new, 1, 2), table, position, is_real)
-
-    cache = jax.tree.map(put_back, cache, rows)
+    cache = close_rows(implementation, cache, rows, table, slots.length, num_new, decode_chunk)
     return cache, drawn, num_new, num_steps
-
-
-def _write_token(
-    array: Float[Array, "B K S H"], token: Float[Array, "B K H"], place: Int[Array, " B"]
-) -> Float[Array, "B K S H"]:
-    """`array` with `array[b, :, place[b]] = token[b]`; a place past the end (an ended row's) harms no row that goes on.
-
-    Two things keep this in place on CPU: one row is written as a slice, since XLA makes a select of such a scatter, and
-    the barrier keeps XLA from fusing the write into the products that read it, for which it would copy the array.
-    """
-    if array.shape[0] == 1:
-        written = jax.lax.dynamic_update_slice_in_dim(array, token[:, :, None], place[0], axis=2)
-    else:
-        written = array.at[jnp.arange(array.shape[0]), :, place].set(token, mode="drop")
-    return jax.lax.optimization_barrier(written)
 
 
 def _sample(

@@ -1,5 +1,6 @@
 """The learner's parameters in the layout and precision that the sampler decodes with, made on device."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -7,18 +8,25 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from jaxsp.mesh import shardable
+from jaxsp.config import UsageError
+from jaxsp.mesh import num_parts, shardable
 from jaxsp.model.decoder import Params, abstract_params, logical_axes
 from jaxsp.model.sizes import DecoderSizes
 
 
 def to_sampler_layout(
-    params: Params, compute_dtype: Any, shardings: Params | None = None, *, consumes: bool = False
+    params: Params,
+    compute_dtype: Any,
+    shardings: Params | None = None,
+    *,
+    num_kv_heads: int | None = None,
+    consumes: bool = False,
 ) -> Params:
     """A copy of `params` with `layers` unstacked into a list and weights in `compute_dtype`, resharded on device.
 
     Norm scales stay as they are: the decoder applies them in float32, and the learner's are not rounded either.
     `shardings` has the shape of the result (`sampler_shardings` makes it); None leaves the placement to the compiler.
+    `num_kv_heads` is how many kv heads the result has: each that `params` has, several times over (`sampler_sizes`).
     The result shares no buffer with `params`, which the learner may donate to its next update. `consumes` deletes each
     array of `params` once it is converted: beside the result, only one parameter of all layers exists at a time.
     """
@@ -26,7 +34,9 @@ def to_sampler_layout(
     def convert(path: tuple[Any, ...], leaf: jax.Array, sharding: NamedSharding | None = None) -> Any:
         is_norm_scale = path[-1].key == "scale"
         dtype = leaf.dtype if is_norm_scale else jnp.dtype(compute_dtype)
-        converted = _conversion(path[0].key == "layers", dtype, sharding)(leaf)
+        is_of_kv_heads = len(path) > 1 and path[1].key in ("k", "v")
+        copies = num_kv_heads // leaf.shape[-2] if num_kv_heads and is_of_kv_heads else 1
+        converted = _conversion(path[0].key == "layers", dtype, sharding, copies)(leaf)
         if consumes:
             jax.block_until_ready(converted)
             leaf.delete()
@@ -44,10 +54,25 @@ def to_sampler_layout(
     return {**converted, "layers": layers}
 
 
+def sampler_sizes(sizes: DecoderSizes, mesh: Mesh) -> DecoderSizes:
+    """The decoder as it is split over the mesh: with as many kv heads as devices along `tensor`, if it has fewer.
+
+    Each kv head then stands on several devices, beside the query heads there that read it.
+    Raises `UsageError` where the kv heads can be neither split nor copied evenly.
+    """
+    parts = num_parts(mesh, "kv_heads")
+    if sizes.num_kv_heads % parts and parts % sizes.num_kv_heads:
+        raise UsageError(
+            f"kv_heads = {sizes.num_kv_heads} cannot be split or copied evenly over mesh.tensor = {parts}; "
+            f"choose a divisor or a multiple of {sizes.num_kv_heads}"
+        )
+    return dataclasses.replace(sizes, num_kv_heads=max(sizes.num_kv_heads, parts))
+
+
 def sampler_shardings(sizes: DecoderSizes, mesh: Mesh) -> tuple[Params, NamedSharding]:
     """Shardings of the parameters in the sampler's layout, and of a layer's cached keys or values `[B, K, S, H]`.
 
-    Raises `UsageError` naming the dimension that does not divide over the mesh.
+    Raises `UsageError` naming the dimension that does not divide over the mesh. `sizes` are those of `sampler_sizes`.
     """
     stacked = jax.tree.map(
         lambda shape, axes: shardable(mesh, axes, shape.shape), abstract_params(sizes), logical_axes(sizes)
@@ -63,11 +88,16 @@ def sampler_shardings(sizes: DecoderSizes, mesh: Mesh) -> tuple[Params, NamedSha
 
 
 @functools.cache
-def _conversion(is_stacked: bool, dtype: Any, sharding: NamedSharding | None) -> Any:
-    """A jitted `array -> array`, or `array [layers, ...] -> list of arrays`, in `dtype`; never the array itself."""
+def _conversion(is_stacked: bool, dtype: Any, sharding: NamedSharding | None, copies: int) -> Any:
+    """A jitted `array -> array`, or `array [layers, ...] -> list of arrays`, in `dtype`; never the array itself.
+
+    Each head of an array `[..., heads, H]` comes `copies` times.
+    """
 
     def convert(leaf: jax.Array) -> Any:
         leaf = jnp.copy(leaf.astype(dtype))
+        if copies > 1:
+            leaf = jnp.repeat(leaf, copies, axis=-2)
         return [leaf[i] for i in range(leaf.shape[0])] if is_stacked else leaf
 
     return jax.jit(convert, out_shardings=sharding)

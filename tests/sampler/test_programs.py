@@ -26,7 +26,7 @@ def test_nothing_copies_the_cache(num_rows):
     slots = make_slots(num_rows, [(GenerateRequest(prompt(0, 5), 0, 9), [1])])
     table, rows = np.zeros((num_rows, 16), np.int32), np.zeros(num_rows, np.int32)
     programs = {
-        "decode": compiled(PROGRAMS.decode, params, cache, table, slots, np.int32(0)),
+        "decode": compiled(PROGRAMS.decode, params, cache, table, slots, None, np.int32(0)),
         "prefill": compiled(PROGRAMS.prefill, params, cache, np.zeros((num_rows, 32), np.int32), rows, rows, table),
         "copy": compiled(PROGRAMS.copy_pages, cache, rows, rows),
     }

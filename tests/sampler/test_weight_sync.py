@@ -19,7 +19,7 @@ from jaxsp.config import UsageError
 from jaxsp.mesh import make_mesh, shardings
 from jaxsp.model.decoder import logical_axes
 from jaxsp.trajectory import GenerateRequest
-from tiny_sampler import SIZES, assert_same_samples, generate_all, prompt, tiny_engine, tiny_params
+from tiny_sampler import SIZES, assert_same_samples, generate_all, interpreted, prompt, tiny_engine, tiny_params
 
 assert jax.device_count() == 8
 requests = [
@@ -38,12 +38,19 @@ engine.load(scattered, 4)
 assert_same_samples(generate_all(engine, requests), expected)
 assert engine.num_compilations == warm
 wide = make_mesh(data=1, fsdp=1, context=1, expert=1, tensor=4, devices=jax.devices()[:4])
-try:
-    tiny_engine(params, mesh=wide)
-except UsageError as error:
-    assert "kv_heads = 2" in str(error) and "mesh.tensor" in str(error), error
-else:
-    raise AssertionError("2 kv heads over 4 devices were accepted")
+for attention in ("auto", interpreted("tpu"), interpreted("gpu")):  # each of the 2 kv heads on 2 of the 4 devices
+    engine = tiny_engine(params, mesh=wide, attention=attention)
+    assert_same_samples(generate_all(engine, requests), expected)
+    assert engine._batch._cache[0][0].sharding.shard_shape(engine._batch._cache[0][0].shape)[1] == 1
+for tensor, message in ((3, "kv_heads = 2 cannot be split or copied evenly over mesh.tensor = 3"),
+                        (8, "heads = 4 does not divide over mesh.tensor = 8")):
+    mesh = make_mesh(data=1, fsdp=1, context=1, expert=1, tensor=tensor, devices=jax.devices()[:tensor])
+    try:
+        tiny_engine(params, mesh=mesh)
+    except UsageError as error:
+        assert message in str(error), error
+    else:
+        raise AssertionError(f"4 heads that read 2 kv heads were accepted over {tensor} devices")
 """
 
 
@@ -62,6 +69,16 @@ def test_weights_are_cast_and_norm_scales_are_not():
     dtypes = {jax.tree_util.keystr(path): leaf.dtype for path, leaf in jax.tree_util.tree_flatten_with_path(synced)[0]}
     assert {name for name, dtype in dtypes.items() if dtype == jnp.float32} == {n for n in dtypes if "scale" in n}
     assert dtypes["['embed']"] == dtypes["['layers'][1]['down']['kernel']"] == jnp.bfloat16
+
+
+def test_each_kv_head_comes_as_often_as_devices_need_it():
+    params = tiny_params()
+    plain, copied = to_sampler_layout(params, jnp.float32), to_sampler_layout(params, jnp.float32, num_kv_heads=6)
+    for name in ("k", "v"):
+        kernel = copied["layers"][1][name]["kernel"]
+        np.testing.assert_array_equal(kernel, np.repeat(plain["layers"][1][name]["kernel"], 3, axis=1))
+        copied["layers"][1][name], copied["layers"][0][name] = plain["layers"][1][name], plain["layers"][0][name]
+    jax.tree.map(np.testing.assert_array_equal, copied, plain)
 
 
 def test_the_copy_outlives_the_donation_of_the_original():

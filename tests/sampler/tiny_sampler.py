@@ -1,6 +1,8 @@
 """A random two-layer decoder, an engine around it, and what its samples are checked against."""
 
 import asyncio
+import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -10,6 +12,7 @@ import numpy as np
 from jaxsp.model.decoder import Params
 from jaxsp.model.sizes import DecoderSizes, Rope
 from jaxsp.sampler.engine import Engine, make_engine
+from jaxsp.sampler.paged_attention import IMPLEMENTATIONS, Implementation
 from jaxsp.sampler.sampling import process_logits, sample_tokens
 from jaxsp.sampler.scheduler import find_ending
 from jaxsp.trajectory import Completion, GenerateRequest
@@ -40,6 +43,21 @@ def tiny_engine(
     )  # fmt: skip
     engine.load(tiny_params() if params is None else params, policy_version=3)
     return engine
+
+
+KERNELS = {
+    "tpu": {"block_tokens": 32},
+    "gpu": {"block_tokens": 16, "part_tokens": 32},
+}
+"""Kernels and what they compute at one time: little, so that a row of some pages has several blocks."""
+
+
+def interpreted(name: str) -> Implementation:
+    """A kernel that runs anywhere, in Pallas's interpreter."""
+    kernel = IMPLEMENTATIONS[name]
+    assert kernel.decode is not None
+    decode = functools.partial(kernel.decode, interpret=True, **KERNELS[name])
+    return dataclasses.replace(kernel, platform=None, complaint=lambda shape: None, decode=decode)
 
 
 def generate_all(engine: Engine, requests: Sequence[GenerateRequest]) -> list[Completion]:

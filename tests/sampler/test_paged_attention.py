@@ -1,0 +1,135 @@
+"""The kernels that decode in the cache's pages, in Pallas's interpreter, against XLA; and which of them is chosen."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_sampler import KERNELS, assert_same_samples, generate_all, interpreted, prompt, tiny_engine
+
+from jaxsp.config import UsageError
+from jaxsp.model.attention import attention
+from jaxsp.sampler.paged_attention import IMPLEMENTATIONS, choose, prefill_attend
+from jaxsp.trajectory import GenerateRequest
+
+PAGE, WIDTH, GROUP = 16, 5, 3
+LENGTHS = [0, 15, 16, 37, WIDTH * PAGE - 1, 5, 40]
+"""Of what is cached: nothing, all but one place of a page, a full page, part of the third, all but one place of a row;
+the last two have ended."""
+IS_ACTIVE = [True, True, True, True, True, False, False]
+
+
+def expected_decode(q, k, v, keys, values, table, length, is_active):
+    """The same by gathering and whole products."""
+    page = np.where(is_active, table[np.arange(len(table)), length // PAGE], len(keys))
+    keys, values = (x.at[page, :, length % PAGE].set(new, mode="drop") for x, new in ((keys, k), (values, v)))
+    rows = [jnp.swapaxes(x[table], 1, 2).reshape(len(table), x.shape[1], -1, x.shape[-1]) for x in (keys, values)]
+    mask = (np.arange(WIDTH * PAGE)[None] <= length[:, None])[:, None]
+    return attention(q[:, None], *rows, jnp.asarray(mask))[:, 0], keys, values
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 2e-6), (jnp.bfloat16, 2e-2)])
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_gives_what_xla_gives_and_writes_only_the_new_tokens(name, dtype, tolerance, head_dim):
+    """In bfloat16 the sums' order and the weights' rounding leave 1/128 of values near 1, hence 2e-2."""
+    num_rows, num_kv_heads, num_pages = len(LENGTHS), 2, len(LENGTHS) * WIDTH + 3
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    q = normal(num_rows, num_kv_heads * GROUP, head_dim)
+    k, v = normal(num_rows, num_kv_heads, head_dim), normal(num_rows, num_kv_heads, head_dim)
+    keys, values = (normal(num_pages, num_kv_heads, PAGE, head_dim) for _ in range(2))
+    table = rng.permutation(num_pages)[: num_rows * WIDTH].reshape(num_rows, WIDTH).astype(np.int32)
+    table[1, 1:] = table[0, 1:] = 0  # what is past a row's tokens names somebody else's page
+    length, is_active = np.array(LENGTHS, np.int32), np.array(IS_ACTIVE)
+    arguments = (q, k, v, keys, values, table, length, is_active)
+    out, *cache = jax.jit(interpreted(name).decode)(*arguments)
+    expected, *expected_cache = expected_decode(*arguments)
+    np.testing.assert_allclose(
+        np.asarray(out, np.float32)[is_active], np.asarray(expected, np.float32)[is_active], atol=tolerance
+    )
+    assert np.isfinite(np.asarray(out, np.float32)).all()
+    for found, wanted in zip(cache, expected_cache, strict=True):
+        np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(wanted, np.float32))
+
+
+@pytest.mark.parametrize("start", [0, 5, 16, 20])
+def test_prompts_written_by_pages_are_those_written_by_tokens(start):
+    rng = np.random.default_rng(1)
+    num_rows, length, num_pages = 3, 40, 20
+    q, k, v = (jnp.asarray(rng.normal(size=(num_rows, length, heads, 8)), jnp.float32) for heads in (4, 2, 2))
+    entry = tuple(jnp.asarray(rng.normal(size=(num_pages, 2, PAGE, 8)), jnp.float32) for _ in range(2))
+    table = rng.permutation(num_pages)[: num_rows * WIDTH].reshape(num_rows, WIDTH).astype(np.int32)
+    position = np.array([[start], [0], [3]]) + np.arange(length)
+    is_real = np.arange(length) < np.array([[length], [11], [0]])
+    found, expected = (
+        prefill_attend(IMPLEMENTATIONS[name], *map(jnp.asarray, (table, position, is_real)))(q, k, v, entry)
+        for name in ("tpu", "xla")
+    )
+    for one, other in zip(found[1], expected[1], strict=True):
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_allclose(found[0][is_real], expected[0][is_real], atol=1e-6)
+
+
+# Shared prompts, rows that end early, pages that run out, and more requests than slots.
+SCARCE = {"num_slots": 2, "max_context": 48, "page_tokens": 8, "cache_tokens": 48}
+REQUESTS = [GenerateRequest(prompt(i // 2, 23 + 4 * (i // 2)), i, 3 + 9 * (i % 2), temperature=i % 2) for i in range(5)]
+
+
+@functools.cache
+def samples_of_xla():
+    return generate_all(tiny_engine(**SCARCE), REQUESTS)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_an_engine_with_a_kernel_samples_what_one_with_xla_samples(name):
+    engine = tiny_engine(attention=interpreted(name), **SCARCE)
+    assert_same_samples(generate_all(engine, REQUESTS), samples_of_xla())
+    assert engine.stats()["sampler/num_shared_prompt_tokens"] > 0
+
+
+FITTING = {"num_slots": 64, "max_context": 40_960, "page_tokens": None, "head_dim": 128, "dtype": jnp.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("platform", "changes", "name", "page_tokens"),
+    [
+        ("cpu", {}, "xla", 16),
+        ("tpu", {}, "tpu", 64),
+        ("gpu", {}, "gpu", 16),
+        ("gpu", {"page_tokens": 32}, "gpu", 32),
+        ("tpu", {"head_dim": 64}, "xla", 16),
+        ("tpu", {"page_tokens": 8}, "xla", 8),
+        ("gpu", {"head_dim": 96}, "xla", 16),
+    ],
+)
+def test_auto_is_the_kernel_of_the_platform_where_it_can_run(platform, changes, name, page_tokens):
+    implementation, found = choose("auto", platform, **{**FITTING, **changes})
+    assert (implementation.name, found) == (name, page_tokens)
+    assert choose("xla", platform, **FITTING)[0].name == "xla"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "platform", "changes", "message"),
+    [
+        ("tpu", "cpu", {}, "sampler.attention = tpu runs on tpu, and the devices here are cpu; or set it to auto"),
+        ("gpu", "tpu", {}, "sampler.attention = gpu runs on gpu, and the devices here are tpu"),
+        ("tpu", "tpu", {"head_dim": 64}, "tpu needs a head size that is a multiple of 128, and the model's is 64"),
+        ("tpu", "tpu", {"page_tokens": 24}, "pages of a multiple of 16 tokens, and sampler.page_tokens = 24"),
+        ("tpu", "tpu", {"page_tokens": 16}, "make 655360; raise sampler.page_tokens"),
+        ("gpu", "gpu", {"head_dim": 96}, "a power of 2 and at least 16, and the model's is 96"),
+        ("cudnn", "gpu", {}, "sampler.attention = cudnn is none of auto, tpu, gpu, xla"),
+    ],
+)
+def test_an_implementation_that_cannot_run_is_refused_by_name(wanted, platform, changes, message):
+    with pytest.raises(UsageError, match=message):
+        choose(wanted, platform, **{**FITTING, **changes})
+
+
+def test_an_engine_on_cpu_refuses_a_kernel_of_another_platform():
+    with pytest.raises(UsageError, match="runs on gpu, and the devices here are cpu"):
+        tiny_engine(attention="gpu")
