@@ -160,6 +160,11 @@ class Renderer:
         closing = () if last_token == self.stop_ids[0] else (self.stop_ids[0],)
         return (*closing, *self._encode(parts, is_start=False)[0])
 
+    @property
+    def before_reply(self) -> str:
+        """What a sampled reply begins with that is not the assistant's words: `prompt` puts it before them."""
+        return _FORMATS[self.kind].before_reply
+
     def supervised(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """The whole conversation, and where the loss is: on the assistant's words and the id that ends its turn.
 

@@ -13,8 +13,7 @@ import os
 import shlex
 import shutil
 import sys
-import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,7 +21,6 @@ from jaxsp.command_line import make_parser
 from jaxsp.config import RunConfig, UsageError, UserError
 
 _CACHE_DIR = "JAX_COMPILATION_CACHE_DIR"
-_SILENCE_S = 15.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -190,6 +188,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from jaxsp.evaluate import evaluate_reasoner, read_questions
     from jaxsp.inference import open_engine, read_run_config
     from jaxsp.policy import make_setting, open_text_side
+    from jaxsp.progress import counted
     from jaxsp.report import answer_rows, print_reasoner, reasoner_row
     from jaxsp.rollout.prompts import PROMPTS
     from jaxsp.rollout.roles import Sampling
@@ -209,7 +208,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         asked = [PROMPTS[prompts].reasoner_messages(question.text) for question in questions]
         lengths = [len(text.renderer.prompt(messages)) + max_tokens for messages in asked]
         engine = open_engine(model, text.tokenizer, lengths * arguments.num_samples)
-        generate = stack.enter_context(_counted(engine.generate, len(questions) * arguments.num_samples))
+        generate = stack.enter_context(counted(engine.generate, len(questions) * arguments.num_samples))
         setting = make_setting(text, generate, PROMPTS[prompts], pool)
         report = asyncio.run(evaluate_reasoner(questions, setting, sampling, arguments.num_samples, arguments.seed))
         if output is not None:
@@ -246,32 +245,6 @@ def _open_output(path: str) -> Iterator[TextIO]:
         partial.unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
-def _counted(generate: Callable[[Any], Awaitable[Any]], total: int) -> Iterator[Callable[[Any], Awaitable[Any]]]:
-    """`generate`, with a bar on a terminal's standard error that says how many answers there are and how long yet."""
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("answers"), *Progress.get_default_columns()[1:2], MofNCompleteColumn())
-    clocks = (TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, *clocks, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=total)
-        done, last_line_s = 0, time.monotonic()
-
-        async def counted(request: Any) -> Any:
-            nonlocal done, last_line_s
-            completion = await generate(request)
-            progress.advance(task)
-            done += 1
-            if not console.is_terminal and time.monotonic() - last_line_s > _SILENCE_S:
-                print(f"jaxsp: {done} of {total} answers", file=sys.stderr, flush=True)
-                last_line_s = time.monotonic()
-            return completion
-
-        yield counted
-
-
 def _export(arguments: argparse.Namespace) -> int:
     from jaxsp.inference import export_run
 
@@ -282,7 +255,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _sample(arguments: argparse.Namespace) -> int:
-    from jaxsp.inference import Input, SampleOptions, read_inputs, sample
+    from jaxsp.inference import Input, SampleOptions, read_inputs, sample, stream_sample
 
     _set_up_jax()
     if arguments.prompts is None:
@@ -300,6 +273,13 @@ def _sample(arguments: argparse.Namespace) -> int:
         num_samples=arguments.num_samples,
         is_chat=arguments.chat,
     )
+    if arguments.stream:
+        if len(prompts) * options.num_samples > 1:
+            raise UsageError("--stream prints one sample while it is made: give one prompt, and no --num-samples")
+        stream_sample(
+            _find_model(arguments), prompts[0], options, _print_json_delta if arguments.json else _print_delta
+        )
+        return 0
     num_written = 0
 
     def write(request: Any, completion: Any) -> None:
@@ -323,6 +303,59 @@ def _sample(arguments: argparse.Namespace) -> int:
         print(completion.text, flush=True)
 
     sample(_find_model(arguments), prompts, options, write)
+    return 0
+
+
+def _print_delta(delta: Any) -> None:
+    print(delta.text, end="" if delta.completion is None else "\n", flush=True)
+
+
+def _print_json_delta(delta: Any) -> None:
+    _print_json(
+        {
+            "tokens": list(delta.tokens),
+            "logprobs": list(delta.behaviour_logprobs),
+            "text": delta.text,
+            "finish_reason": None if delta.completion is None else delta.completion.finish_reason,
+        }
+    )
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    from jaxsp.terminal_chat import ChatOptions, Terminal, chat
+
+    _set_up_jax()
+    options = ChatOptions(
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        min_p=arguments.min_p,
+        seed=arguments.seed,
+        max_context=arguments.max_context,
+        system=arguments.system,
+    )
+    chat(_find_model(arguments), options, Terminal.standard())
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    try:
+        from jaxsp.serving.server import ServerOptions, serve
+    except ModuleNotFoundError as error:
+        if error.name not in ("starlette", "uvicorn"):
+            raise
+        raise UserError(f"jaxsp serve needs {error.name}, which is not there: pip install 'jaxsp[serve]'") from error
+
+    _set_up_jax()
+    options = ServerOptions(
+        host=arguments.host,
+        port=arguments.port,
+        num_slots=arguments.num_slots,
+        max_context=arguments.max_context,
+        api_key=arguments.api_key,
+    )
+    serve(_find_model(arguments), arguments.model, options)
     return 0
 
 
@@ -388,6 +421,8 @@ _VERBS = {
     "train": _train,
     "eval": _evaluate,
     "sample": _sample,
+    "chat": _chat,
+    "serve": _serve,
     "score": _score,
     "verify": _verify,
     "export": _export,

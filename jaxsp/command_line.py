@@ -28,6 +28,7 @@ _natural = _number(int, lambda x: x >= 0, "a whole number from 0 upwards")
 _temperature = _number(float, lambda x: 0 <= x < math.inf, "a number from 0 (greedy) upwards")
 _top_p = _number(float, lambda x: 0 < x <= 1, "above 0 and at most 1")
 _min_p = _number(float, lambda x: 0 <= x < 1, "at least 0 and below 1")
+_port = _number(int, lambda x: 0 <= x < 2**16, "a port, from 0 to 65535")
 _seconds = _number(float, lambda x: 0 < x < math.inf, "a number above 0")
 
 
@@ -81,16 +82,48 @@ def _add_sample_arguments(sub: argparse.ArgumentParser) -> None:
     source.add_argument("--prompts", metavar="FILE.jsonl", help="lines with prompt (text), messages (chat) or tokens")
     sub.add_argument("--chat", action="store_true", help="put text prompts into the model's chat format")
     sub.add_argument("--max-tokens", type=_count, default=128, metavar="N", help="tokens of a sample at most")
-    sub.add_argument("--temperature", type=_temperature, default=1.0, metavar="T", help="1 is the default, 0 is greedy")
-    sub.add_argument("--top-k", type=_natural, default=0, metavar="K", help="0 (default) is off")
-    sub.add_argument("--top-p", type=_top_p, default=1.0, metavar="P", help="1 (default) is off")
-    sub.add_argument("--min-p", type=_min_p, default=0.0, metavar="P", help="0 (default) is off")
+    _add_sampling_options(sub, temperature=1.0)
     sub.add_argument("--stop", nargs="+", action="extend", type=_stop, default=[], metavar="STR",
                      help="texts that end a sample and are cut from it (MODEL stands before them)")  # fmt: skip
     sub.add_argument("--seed", type=int, default=0, help="the same seed gives the same samples")
     sub.add_argument("--num-samples", type=_count, default=1, metavar="G", help="samples per prompt")
-    sub.add_argument("--json", action="store_true", help="one JSON line per sample")
+    sub.add_argument("--stream", action="store_true", help="print the one sample while it is made")
+    sub.add_argument("--json", action="store_true", help="one JSON line per sample, with --stream per chunk of it")
     _add_model_options(sub)
+
+
+def _add_chat_arguments(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
+    sub.add_argument("--system", metavar="TEXT", help="the system message (default: the model's own, if it has one)")
+    sub.add_argument("--max-tokens", type=_count, default=1024, metavar="N", help="tokens of an answer at most")
+    _add_sampling_options(sub, temperature=0.7)
+    sub.add_argument("--seed", type=int, default=0, help="the same seed and words give the same answers")
+    _add_context_option(sub)
+    _add_model_options(sub)
+
+
+def _add_serve_arguments(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
+    sub.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen (default: 127.0.0.1)")
+    sub.add_argument("--port", type=_port, default=8000, metavar="N", help="8000 is the default, 0 takes a free one")
+    sub.add_argument("--num-slots", type=_count, default=8, metavar="N", help="samples decoded together (default: 8)")
+    _add_context_option(sub)
+    sub.add_argument("--api-key", metavar="KEY",
+                     help="what clients must show (default: $JAXSP_API_KEY, else nothing)")  # fmt: skip
+    _add_model_options(sub)
+
+
+def _add_sampling_options(sub: argparse.ArgumentParser, temperature: float) -> None:
+    sub.add_argument("--temperature", type=_temperature, default=temperature, metavar="T",
+                     help=f"{temperature:g} is the default, 0 is greedy")  # fmt: skip
+    sub.add_argument("--top-k", type=_natural, default=0, metavar="K", help="0 (default) is off")
+    sub.add_argument("--top-p", type=_top_p, default=1.0, metavar="P", help="1 (default) is off")
+    sub.add_argument("--min-p", type=_min_p, default=0.0, metavar="P", help="0 (default) is off")
+
+
+def _add_context_option(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--max-context", type=_count, metavar="N",
+                     help="tokens of prompt and answer together (default: 4096, or what the model can)")  # fmt: skip
 
 
 def _add_score_arguments(sub: argparse.ArgumentParser) -> None:
@@ -135,6 +168,8 @@ _VERBS = {
     "train": ("Train by self-play as a config says, or go on with a run.", _add_train_arguments),
     "eval": ("Accuracy of a model on questions with reference answers.", _add_eval_arguments),
     "sample": ("Sample from a model.", _add_sample_arguments),
+    "chat": ("Talk with a model on the terminal.", _add_chat_arguments),
+    "serve": ("Answer HTTP requests as OpenAI's API does.", _add_serve_arguments),
     "score": ("Log-probabilities of given tokens, or a reward model's score.", _add_score_arguments),
     "verify": ("Check responses against references.", _add_verify_arguments),
     "export": ("Write a run's model as a Hugging Face directory.", _add_export_arguments),

@@ -1,6 +1,7 @@
 """A model used outside training: found by its name or in a run, sampled from, exported."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxsp.chat import Renderer
 from jaxsp.checkpoint import Checkpointer
-from jaxsp.config import ModelConfig, RunConfig, SamplerConfig, UserError, load_config
+from jaxsp.config import ModelConfig, RunConfig, SamplerConfig, UsageError, UserError, load_config
 from jaxsp.json_lines import read_json_lines, read_object
 from jaxsp.model.decoder import Params, abstract_params
 from jaxsp.model.hf_weights import check_new_directory, export_hf
@@ -21,6 +22,7 @@ from jaxsp.model.source import ModelSource, load_params, open_model, tokenizer_p
 from jaxsp.policy import make_sampler, open_renderer
 from jaxsp.rollout.seeds import derive_seed
 from jaxsp.sampler.engine import Engine
+from jaxsp.sampler.streaming import Delta
 from jaxsp.tokenizer import Tokenizer, load_tokenizer
 from jaxsp.trajectory import Completion, GenerateRequest
 
@@ -30,6 +32,9 @@ CHAT_FILE = "jaxsp_chat.json"
 """In an export: the chat format that the run spoke, where it may differ from what its tokenizer suggests."""
 
 NUM_SLOTS = 64
+MAX_CONTEXT = 4096
+STREAM_CHUNK = 4
+"""Tokens decoded at once where somebody looks on."""
 
 
 def read_run_config(run_dir: Path) -> RunConfig:
@@ -109,11 +114,35 @@ def load_weights(model: FoundModel) -> Params:
 
 def open_engine(model: FoundModel, tokenizer: Tokenizer, lengths: Sequence[int]) -> Engine:
     """A sampler with the model's weights, for requests of these lengths (tokens of prompt and answer together)."""
+    return load_engine(model, tokenizer, sampler_for(model, lengths))
+
+
+def sampler_for(model: FoundModel, lengths: Sequence[int]) -> SamplerConfig:
+    """Settings that are enough for requests of these lengths."""
     max_context = min(1 << (max(lengths) - 1).bit_length(), model.source.sizes.max_positions)
-    sampler = SamplerConfig(num_slots=min(NUM_SLOTS, len(lengths)), max_context=max_context)
-    engine = make_sampler(model.source.sizes, tokenizer, sampler, model.config.compute_dtype)
+    return SamplerConfig(num_slots=min(NUM_SLOTS, len(lengths)), max_context=max_context)
+
+
+def load_engine(
+    model: FoundModel, tokenizer: Tokenizer, sampler: SamplerConfig, *, steps_in_thread: bool = False
+) -> Engine:
+    """A sampler with the model's weights; for `steps_in_thread` see `make_engine`."""
+    engine = make_sampler(
+        model.source.sizes, tokenizer, sampler, model.config.compute_dtype, steps_in_thread=steps_in_thread
+    )
     engine.load(load_weights(model), policy_version=model.step or 0, consumes=True)
     return engine
+
+
+def choose_context(model: FoundModel, asked: int | None) -> int:
+    """Tokens that prompt and answer may have: `asked`, or `MAX_CONTEXT` where the model was made for as many.
+
+    Raises `UsageError` if it was made for less than `asked`.
+    """
+    limit = model.source.sizes.max_positions
+    if asked is not None and asked > limit:
+        raise UsageError(f"--max-context {asked} is more than the {limit} positions that the model was made for")
+    return min(MAX_CONTEXT, limit) if asked is None else asked
 
 
 # Inputs --------------------------------------------------------------------------------------------------------------
@@ -169,7 +198,7 @@ class TextReader:
     def tokens(self, given: Input, num_more: int = 0) -> tuple[int, ...]:
         """The ids of an input. Raises `UserError` if there are none, one is not the model's, or `num_more` tokens
         after them are more than it was made for."""
-        tokens = self._encode(given)
+        tokens = self.encode(given)
         if not tokens:
             raise UserError(
                 f"{given.place}: {given.field} is empty, and this model's texts begin with no special token"
@@ -187,7 +216,8 @@ class TextReader:
             )
         return tokens
 
-    def _encode(self, given: Input) -> tuple[int, ...]:
+    def encode(self, given: Input) -> tuple[int, ...]:
+        """The ids of an input, whatever they are."""
         if given.field == "tokens":
             return tuple(given.value)
         assert self.tokenizer is not None
@@ -231,13 +261,7 @@ def sample(
     They come prompt by prompt. Each has a seed of its own, derived from `options.seed` and its place, so the same
     call gives the same samples. Raises `UserError` naming the prompt that cannot be used, before any weights are read.
     """
-    tokenizer = load_tokenizer(tokenizer_path(model.source))
-    has_chat = options.is_chat or any(prompt.field == "messages" for prompt in prompts)
-    renderer = open_renderer(model.config, model.source, tokenizer) if has_chat else None
-    reader = TextReader(model.source.sizes, tokenizer, renderer, options.is_chat)
-    requests = [
-        request for index, prompt in enumerate(prompts) for request in _requests(model, reader, prompt, index, options)
-    ]
+    requests, tokenizer = _make_requests(model, prompts, options)
     engine = open_engine(model, tokenizer, [len(request.tokens) + request.max_tokens for request in requests])
 
     async def in_order() -> None:
@@ -252,22 +276,59 @@ def sample(
     asyncio.run(in_order())
 
 
+def stream_sample(model: FoundModel, prompt: Input, options: SampleOptions, write: Callable[[Delta], None]) -> None:
+    """Draws the first sample that `sample` would, and calls `write` with each part of it as it comes."""
+    (request, *_), tokenizer = _make_requests(model, [prompt], options)
+    sampler = replace(sampler_for(model, [len(request.tokens) + request.max_tokens]), decode_chunk=STREAM_CHUNK)
+    engine = load_engine(model, tokenizer, sampler)
+
+    async def read() -> None:
+        async with contextlib.aclosing(engine.stream(request)) as deltas:
+            async for delta in deltas:
+                write(delta)
+
+    asyncio.run(read())
+
+
+def _make_requests(
+    model: FoundModel, prompts: Sequence[Input], options: SampleOptions
+) -> tuple[list[GenerateRequest], Tokenizer]:
+    tokenizer = load_tokenizer(tokenizer_path(model.source))
+    has_chat = options.is_chat or any(prompt.field == "messages" for prompt in prompts)
+    renderer = open_renderer(model.config, model.source, tokenizer) if has_chat else None
+    reader = TextReader(model.source.sizes, tokenizer, renderer, options.is_chat)
+    requests = [
+        request for index, prompt in enumerate(prompts) for request in _requests(model, reader, prompt, index, options)
+    ]
+    return requests, tokenizer
+
+
+def sample_seed(seed: int, prompt: int, number: int) -> int:
+    """The seed of a sample, by the seed that was asked for and its place: which prompt, and which sample of it."""
+    return derive_seed(seed, "sample", prompt, number)
+
+
+def stops(
+    source: ModelSource, tokenizer: Tokenizer, renderer: Renderer | None
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Ids and texts that end a sample: in a chat its format's stops, in a text (no renderer) an end of text."""
+    if renderer is not None:
+        return renderer.stop_ids, renderer.stop_strings
+    own = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    return tuple(dict.fromkeys((*source.eos_ids, *own))), ()
+
+
 def _requests(
     model: FoundModel, reader: TextReader, prompt: Input, index: int, options: SampleOptions
 ) -> Iterator[GenerateRequest]:
-    """The requests of one prompt. A chat ends at the chat format's stops, a text at an end of text."""
     tokens = reader.tokens(prompt, options.max_tokens)
-    if prompt.field == "messages" or options.is_chat:
-        assert reader.renderer is not None
-        stop_ids, stop_strings = reader.renderer.stop_ids, reader.renderer.stop_strings
-    else:
-        assert reader.tokenizer is not None
-        own = () if reader.tokenizer.eos_id is None else (reader.tokenizer.eos_id,)
-        stop_ids, stop_strings = tuple(dict.fromkeys((*model.source.eos_ids, *own))), ()
+    assert reader.tokenizer is not None
+    is_chat = prompt.field == "messages" or options.is_chat
+    stop_ids, stop_strings = stops(model.source, reader.tokenizer, reader.renderer if is_chat else None)
     for number in range(options.num_samples):
         yield GenerateRequest(
             tokens=tokens,
-            seed=derive_seed(options.seed, "sample", index, number),
+            seed=sample_seed(options.seed, index, number),
             max_tokens=options.max_tokens,
             temperature=options.temperature,
             top_k=options.top_k,

@@ -51,12 +51,18 @@ def open_renderer(model: ModelConfig, source: ModelSource, tokenizer: Tokenizer)
 
 
 def make_sampler(
-    sizes: DecoderSizes, tokenizer: Tokenizer, sampler: SamplerConfig, compute_dtype: str, mesh: Mesh | None = None
+    sizes: DecoderSizes,
+    tokenizer: Tokenizer,
+    sampler: SamplerConfig,
+    compute_dtype: str,
+    mesh: Mesh | None = None,
+    *,
+    steps_in_thread: bool = False,
 ) -> Engine:
     """A sampler for the model, without weights: `load` them before the first request.
 
-    It decodes on `mesh` (`sampler_mesh` makes it; None: on the first device). Raises `UsageError` where
-    `sampler.max_context` is more than the model was made for.
+    It decodes on `mesh` (`sampler_mesh` makes it; None: on the first device). For `steps_in_thread` see
+    `make_engine`. Raises `UsageError` where `sampler.max_context` is more than the model was made for.
     """
     if sampler.max_context > sizes.max_positions:
         raise UsageError(
@@ -75,6 +81,7 @@ def make_sampler(
         compute_dtype=compute_dtype,
         decode_text=tokenizer.decode,
         mesh=mesh,
+        steps_in_thread=steps_in_thread,
     )
 
 

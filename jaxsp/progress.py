@@ -1,14 +1,28 @@
 """How far a run is: the console's progress bars, or lines where there is no terminal."""
 
+import contextlib
+import sys
 import threading
 import time
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.progress import Progress as RichProgress
 from rich.text import Text
+
+_SILENCE_S = 15.0
 
 
 @dataclass
@@ -199,6 +213,29 @@ class Progress:
 
     def _print_line(self) -> None:
         self.log(self.line())
+
+
+@contextlib.contextmanager
+def counted(generate: Callable[[Any], Awaitable[Any]], total: int) -> Iterator[Callable[[Any], Awaitable[Any]]]:
+    """`generate`, with a bar on a terminal's standard error that says how many answers there are and how long yet."""
+    console = Console(stderr=True)
+    columns = (TextColumn("answers"), *RichProgress.get_default_columns()[1:2], MofNCompleteColumn())
+    clocks = (TimeElapsedColumn(), TimeRemainingColumn())
+    with RichProgress(*columns, *clocks, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=total)
+        done, last_line_s = 0, time.monotonic()
+
+        async def counted(request: Any) -> Any:
+            nonlocal done, last_line_s
+            completion = await generate(request)
+            progress.advance(task)
+            done += 1
+            if not console.is_terminal and time.monotonic() - last_line_s > _SILENCE_S:
+                print(f"jaxsp: {done} of {total} answers", file=sys.stderr, flush=True)
+                last_line_s = time.monotonic()
+            return completion
+
+        yield counted
 
 
 class _TailColumn(ProgressColumn):

@@ -6,9 +6,7 @@ encoded to ordinary pieces. Control tokens enter a stream by id alone, through `
 
 import itertools
 import json
-import mmap
 import re
-import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +17,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxsp.config import UserError
+from jaxsp.gguf_metadata import read_gguf_metadata
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,8 +154,29 @@ def _from_hugging_face(
         markup_ids=frozenset(i for i, token in added.items() if i not in flagged and _is_markup(token.content)),
         _encode_start=lambda text: outer.encode(text, add_special_tokens=False).ids,
         _encode_inner=lambda text: inner.encode(text, add_special_tokens=False).ids,
-        _decode=lambda tokens: outer.decode(tokens, skip_special_tokens=True),
+        _decode=_byte_fallback(outer) or (lambda tokens: outer.decode(tokens, skip_special_tokens=True)),
     )
+
+
+def _byte_fallback(tokenizer: tokenizers.Tokenizer) -> Callable[[list[int]], str] | None:
+    """Decodes pieces such as `<0xE2>` as SentencePiece does: only a byte that is no part of UTF-8 becomes U+FFFD, where
+    the library spoils all bytes beside it. None where the decoder has no byte fallback."""
+    if "ByteFallback" not in repr(tokenizer.decoder):
+        return None
+    byte = re.compile(r"<0x([0-9A-F]{2})>")
+    skipped = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+
+    def decode(tokens: list[int]) -> str:
+        pieces: list[str] = []
+        texts = [tokenizer.id_to_token(token) for token in tokens if token not in skipped]
+        for is_byte, run in itertools.groupby(filter(None, texts), lambda text: byte.fullmatch(text) is not None):
+            if is_byte:
+                chars = bytes(int(text[3:5], 16) for text in run).decode("utf-8", "replace")
+                run = itertools.chain(*([c] if c == "\ufffd" else [f"<0x{b:02X}>" for b in c.encode()] for c in chars))
+            pieces += run
+        return tokenizer.decoder.decode(pieces)  # pyright: ignore[reportOptionalMemberAccess]
+
+    return decode
 
 
 def _without_prefix_space(spec: Any) -> Any:
@@ -364,53 +384,6 @@ def _gguf_sentencepiece(fields: dict[str, Any]) -> Any:
     proto.normalizer_spec.add_dummy_prefix = fields.get("add_space_prefix", True)
     proto.normalizer_spec.remove_extra_whitespaces = fields.get("remove_extra_whitespaces", False)
     return proto
-
-
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-
-
-def read_gguf_metadata(path: Path) -> dict[str, Any]:
-    """The key-value pairs of a GGUF file (version 2 or 3, little-endian); arrays as lists.
-
-    `gguf.GGUFReader` makes an array object for every string and takes seconds for a vocabulary.
-    Raises `ValueError`, `struct.error` or `OSError` for a file that is not whole.
-    """
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        magic, version, _, num_pairs = struct.unpack_from("<4sIQQ", data)
-        if magic != b"GGUF" or version not in (2, 3):
-            raise ValueError(f"not a GGUF file of version 2 or 3: it begins with {magic!r}, version {version}")
-        offset = 24
-        metadata = {}
-        for _ in range(num_pairs):
-            key, offset = _read_gguf_value(data, offset, 8)
-            (kind,) = struct.unpack_from("<I", data, offset)
-            metadata[key], offset = _read_gguf_value(data, offset + 4, kind)
-    return metadata
-
-
-def _read_gguf_value(data: mmap.mmap, offset: int, kind: int) -> tuple[Any, int]:
-    """The value of type `kind` at `offset`, and the offset behind it."""
-    if kind in _SCALARS:
-        (value,) = struct.unpack_from("<" + _SCALARS[kind], data, offset)
-        return value, offset + struct.calcsize("<" + _SCALARS[kind])
-    if kind == 8:
-        (length,) = struct.unpack_from("<Q", data, offset)
-        end = offset + 8 + length
-        if end > len(data):
-            raise ValueError("it ends in the middle of a string")
-        return data[offset + 8 : end].decode("utf-8"), end
-    if kind != 9:
-        raise ValueError(f"value type {kind} is unknown")
-    inner, length = struct.unpack_from("<IQ", data, offset)
-    offset += 12
-    if inner in _SCALARS:
-        layout = f"<{length}{_SCALARS[inner]}"
-        return list(struct.unpack_from(layout, data, offset)), offset + struct.calcsize(layout)
-    values = []
-    for _ in range(length):
-        value, offset = _read_gguf_value(data, offset, inner)
-        values.append(value)
-    return values, offset
 
 
 # Text ----------------------------------------------------------------------------------------------------------------

@@ -130,7 +130,17 @@ def test_the_readme_has_every_verb() -> None:
     from jaxsp.command_line import make_parser
 
     (verbs,) = (action for action in make_parser()._actions if hasattr(action, "choices") and action.choices)
-    assert set(verbs.choices or ()) == {"train", "eval", "sample", "score", "verify", "export", "report"}
+    assert set(verbs.choices or ()) == {
+        "train",
+        "eval",
+        "sample",
+        "chat",
+        "serve",
+        "score",
+        "verify",
+        "export",
+        "report",
+    }
     for verb in verbs.choices or ():
         assert f"`jaxsp {verb} " in README
 

@@ -1,7 +1,9 @@
 """Continuous batching on the caller's event loop: requests join and leave a running batch between two device steps.
 
 Device work runs in the loop's own thread, and between two steps (`jaxsp/sampler/batch.py`) the loop runs on, so whoever
-got a completion can submit the next request in time for the next step.
+got a completion can submit the next request in time for the next step. A server has it run in another thread
+(`steps_in_thread`), since a long prompt or a compilation would leave everybody who knocks without an answer: then too
+requests join, leave and are answered between two steps only.
 
 Given the same order of submissions between steps, everything is reproducible bit for bit: batches, shapes and tokens.
 A sample itself depends on its request alone. Its numbers may differ in the last bits from batch to batch, since
@@ -9,7 +11,9 @@ products of other shapes sum in another order; a token changes only where two ca
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -23,11 +27,20 @@ from jaxsp.sampler.batch import Batch, BatchSettings, Sample
 from jaxsp.sampler.paged_attention import Implementation, choose
 from jaxsp.sampler.programs import Programs, make_programs
 from jaxsp.sampler.scheduler import Counts, Ending, check_request
+from jaxsp.sampler.streaming import Decoded, Delta, decode_more, num_certain
 from jaxsp.sampler.weight_sync import sampler_shardings, sampler_sizes, to_sampler_layout
 from jaxsp.trajectory import Completion, GenerateRequest
 
 _LOOP_TURNS = 16
 """Turns of the event loop between steps: enough for a completion to pass through a few tasks, gathers and queues."""
+
+
+@dataclass(eq=False)
+class _Watch:
+    """Lets a stream know when there is more of its sample, and how much of it stands."""
+
+    event: asyncio.Event = field(default_factory=asyncio.Event)
+    num_tokens: int = 0
 
 
 class Engine:
@@ -37,15 +50,26 @@ class Engine:
     """
 
     def __init__(
-        self, sizes: DecoderSizes, programs: Programs, settings: BatchSettings, param_shardings: Params | None
+        self,
+        sizes: DecoderSizes,
+        programs: Programs,
+        settings: BatchSettings,
+        param_shardings: Params | None,
+        steps_in_thread: bool,
     ) -> None:
         self._sizes, self._programs, self._settings = sizes, programs, settings
-        self._param_shardings = param_shardings
+        self._param_shardings, self._steps_in_thread = param_shardings, steps_in_thread
         self._params: Params | None = None
         self._policy_version = -1
         self._batch = Batch(programs, settings)
         self._futures: dict[Sample, asyncio.Future[Completion]] = {}  # what is awaited, wherever its sample stands
+        self._watches: dict[Sample, _Watch] = {}
         self._task: asyncio.Task[None] | None = None
+        # What the batch learns, and tells, between two steps: a step may be running in another thread.
+        self._is_stepping = False
+        self._arrived: list[Sample] = []
+        self._gone: list[Sample] = []
+        self._ended: list[tuple[Sample, Ending]] = []
 
     @property
     def num_compilations(self) -> int:
@@ -74,52 +98,77 @@ class Engine:
 
         Raises ValueError while requests are in flight.
         """
-        if self._futures:
+        if self._futures or self._is_stepping:
             raise ValueError(f"{len(self._futures)} requests in flight; await them first")
+        self._exchange()
         self._batch.forget_prefixes()
 
-    async def generate(self, request: GenerateRequest) -> Completion:
-        """The completion of `request`. Cancelling the awaiting task frees its place in the batch.
-
-        Raises `UserError` naming the field of a request that cannot be meant or cannot fit.
-        """
-        if self._params is None:
-            raise ValueError("generate was called before load")
+    def check(self, request: GenerateRequest) -> None:
+        """Raises `UserError` naming the field of a request that cannot be meant or cannot fit."""
         check_request(
             request,
             max_context=self._settings.max_context,
             max_positions=self._sizes.max_positions,
             vocab_size=self._sizes.vocab_size,
         )
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """The completion of `request`. Cancelling the awaiting task frees its place in the batch.
+
+        Raises `UserError` naming the field of a request that cannot be meant or cannot fit.
+        """
+        with self._in_flight(request) as sample:
+            return await self._futures[sample]
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
+        """The completion of `request` as it comes, in one delta for each chunk of tokens, or for several if the reader
+        is slow. Closing the stream, or cancelling who reads it, frees its place in the batch.
+
+        Raises what `generate` raises.
+        """
+        with self._in_flight(request) as sample:
+            future, watch = self._futures[sample], _Watch()
+            self._watches[sample] = watch
+            future.add_done_callback(lambda _: watch.event.set())
+            done, num_tokens, num_chars = Decoded(), 0, 0
+            while True:
+                await watch.event.wait()
+                watch.event.clear()
+                if future.done():
+                    break
+                start, num_tokens = num_tokens, watch.num_tokens
+                if start == num_tokens:
+                    continue
+                text, done = decode_more(done, sample.tokens[:num_tokens], self._settings.decode_text)
+                end = num_certain(text, request.stop_strings)
+                logprobs = sample.logprobs[start:num_tokens]
+                yield Delta(tuple(sample.tokens[start:num_tokens]), tuple(logprobs), text[num_chars:end])
+                num_chars = end
+            whole = await future
+            yield Delta(whole.tokens[num_tokens:], whole.behaviour_logprobs[num_tokens:], whole.text[num_chars:], whole)
+
+    @contextlib.contextmanager
+    def _in_flight(self, request: GenerateRequest) -> Iterator[Sample]:
+        """A sample that is waiting or in the batch until the end of the block, with a future of its completion."""
+        if self._params is None:
+            raise ValueError("a request came before load")
+        self.check(request)
         loop = asyncio.get_running_loop()
         if self._task is None or self._task.done() or self._task.get_loop().is_closed():
             self._task = loop.create_task(self._serve())
             self._task.add_done_callback(_look_at)  # else asyncio reports an interrupt as an error nobody saw
         elif self._task.get_loop() is not loop:
             raise ValueError("the engine is in use by another event loop")
-        sample = Sample(request, self._complete)
+        sample = Sample(request, lambda sample, ending: self._ended.append((sample, ending)))
         self._futures[sample] = loop.create_future()
-        self._batch.add(sample)
+        self._arrived.append(sample)
         self._batch.counts.requests += 1
         try:
-            return await self._futures[sample]
+            yield sample
         finally:
-            sample.is_ended = True
+            self._gone.append(sample)
             del self._futures[sample]
-
-    def _complete(self, sample: Sample, ending: Ending) -> None:
-        if not self._futures[sample].done():
-            self._futures[sample].set_result(
-                Completion(
-                    tokens=tuple(sample.tokens[: ending.num_tokens]),
-                    behaviour_logprobs=tuple(sample.logprobs[: ending.num_tokens]),
-                    raw_logprobs=tuple(sample.raw_logprobs[: ending.num_tokens]),
-                    kept_mass=tuple(sample.kept_mass[: ending.num_tokens]),
-                    text=ending.text,
-                    finish_reason=ending.finish_reason,
-                    policy_version=self._policy_version,
-                )
-            )
+            self._watches.pop(sample, None)
 
     def stats(self) -> dict[str, float]:
         """Metrics since the last `reset_stats`: counts, seconds and shares of the work done."""
@@ -134,25 +183,73 @@ class Engine:
 
     async def _serve(self) -> None:
         """Runs steps until nobody waits."""
-        assert self._params is not None
         try:
             await _let_others_run()  # so that all requests of this turn of the loop share the first step
-            self._batch.drop_ended()
+            self._exchange()
             while not self._batch.is_empty:
-                self._batch.step(self._params)
+                await self._step()
                 await _let_others_run()
-                self._batch.drop_ended()
+                self._exchange()
         except Exception as error:
             self._tell_everybody(error)
-            self._batch.start_anew()
+            self._start_anew()
         except asyncio.CancelledError:  # between two steps, as when the event loop ends
             self._tell_everybody(None)
-            self._batch.drop_ended()
+            self._exchange()
             raise
         except BaseException:  # in the middle of a step
             self._tell_everybody(None)
-            self._batch.start_anew()
+            self._start_anew()
             raise
+
+    def _exchange(self) -> None:
+        """Between two steps: lets samples into the batch, and takes out those that nobody waits for."""
+        for sample in self._arrived:
+            self._batch.add(sample)
+        for sample in self._gone:
+            sample.is_ended = True
+        self._arrived, self._gone = [], []
+        self._batch.drop_ended()
+
+    def _start_anew(self) -> None:
+        self._arrived, self._gone, self._ended = [], [], []
+        self._batch.start_anew()
+
+    async def _step(self) -> None:
+        """A step of the batch; then everybody hears of it."""
+        assert self._params is not None
+        self._is_stepping = True
+        try:
+            if self._steps_in_thread:
+                loop = asyncio.get_running_loop()
+                await _to_the_end(loop.run_in_executor(None, self._batch.step, self._params))
+            else:
+                self._batch.step(self._params)
+        finally:
+            self._is_stepping = False
+            self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Completes the samples that have ended, and lets streams know of tokens that have come to others."""
+        for sample, ending in self._ended:
+            future = self._futures.get(sample)
+            if future is not None and not future.done():
+                future.set_result(
+                    Completion(
+                        tokens=tuple(sample.tokens[: ending.num_tokens]),
+                        behaviour_logprobs=tuple(sample.logprobs[: ending.num_tokens]),
+                        raw_logprobs=tuple(sample.raw_logprobs[: ending.num_tokens]),
+                        kept_mass=tuple(sample.kept_mass[: ending.num_tokens]),
+                        text=ending.text,
+                        finish_reason=ending.finish_reason,
+                        policy_version=self._policy_version,
+                    )
+                )
+        self._ended = []
+        for sample, watch in self._watches.items():
+            if not sample.is_ended and watch.num_tokens < len(sample.tokens):
+                watch.num_tokens = len(sample.tokens)
+                watch.event.set()
 
     def _tell_everybody(self, error: Exception | None) -> None:
         """Ends all requests with the error, or cancels them."""
@@ -179,6 +276,7 @@ def make_engine(
     cache_tokens: int | None = None,
     attention: str | Implementation = "auto",
     mesh: Mesh | None = None,
+    steps_in_thread: bool = False,
 ) -> Engine:
     """An engine for one decoder, without parameters yet (`Engine.load`).
 
@@ -194,6 +292,8 @@ def make_engine(
         cache_tokens: tokens that the KV cache holds; None: `num_slots * max_context`.
         attention: how decoding reads the cache: `auto`, or one of `jaxsp.sampler.paged_attention.IMPLEMENTATIONS`.
         mesh: local devices to shard over (`jaxsp.mesh`); None: the default device.
+        steps_in_thread: whether the event loop runs on while the devices work. What joins which step then depends on
+            the time that steps take: tokens stay the same, batches and the last bits may not.
 
     Raises `UserError` naming the setting that is wrong, `UsageError` where the decoder does not divide over the mesh,
     or `attention` cannot run.
@@ -236,7 +336,7 @@ def make_engine(
         decode_text=decode_text,
     )
     programs = make_programs(sizes, compute_dtype, page_tokens, decode_chunk, kv_sharding, implementation)
-    return Engine(sizes, programs, settings, param_shardings)
+    return Engine(sizes, programs, settings, param_shardings, steps_in_thread)
 
 
 def _look_at(task: asyncio.Task[None]) -> None:
@@ -247,3 +347,14 @@ def _look_at(task: asyncio.Task[None]) -> None:
 async def _let_others_run() -> None:
     for _ in range(_LOOP_TURNS):
         await asyncio.sleep(0)
+
+
+async def _to_the_end(work: asyncio.Future[None]) -> None:
+    """Awaits what runs in a thread, and so runs on also when who awaits it is cancelled."""
+    try:
+        await asyncio.shield(work)
+    except asyncio.CancelledError:
+        while not work.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([work])
+        raise

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible HTTP server: `jaxsp serve` (needs the extra `serve`)."""

@@ -1,0 +1,116 @@
+"""The verbs that somebody looks on at, through the entry point: `sample --stream`, `chat`, `serve`."""
+
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from jaxsp.cli import main
+from tests.tiny import write_tiny_model
+
+RUN_MAIN = "import sys; from jaxsp.cli import main; sys.exit(main())"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("talk") / "qwen3")
+
+
+@pytest.fixture(autouse=True)
+def no_compilation_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")
+
+
+def output(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    assert main([*map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_streamed_sample_is_the_sample(model: Path, capsys) -> None:
+    ask = ["sample", model, "--prompt", "one two", "--max-tokens", "13", "--chat"]
+    assert output(capsys, *ask, "--stream") == output(capsys, *ask)
+    whole = json.loads(output(capsys, *ask, "--json"))
+    chunks = [json.loads(line) for line in output(capsys, *ask, "--stream", "--json").splitlines()]
+    assert {tuple(chunk) for chunk in chunks} == {("tokens", "logprobs", "text", "finish_reason")}
+    assert len(chunks) >= 4  # the first token, then four at a time
+    assert [token for chunk in chunks for token in chunk["tokens"]] == whole["tokens"]
+    assert [value for chunk in chunks for value in chunk["logprobs"]] == pytest.approx(whole["logprobs"], abs=1e-5)
+    assert "".join(chunk["text"] for chunk in chunks) == whole["text"]
+    assert [chunk["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + [whole["finish_reason"]]
+
+
+def test_more_than_one_sample_cannot_be_streamed(model: Path, tmp_path: Path, capsys) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    for source in (["--prompts", str(file)], ["--prompt", "a", "--num-samples", "2"]):
+        assert main(["sample", str(model), *source, "--stream"]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err) == ("", "jaxsp: --stream prints one sample while it is made: give one prompt, and no "
+                                  "--num-samples\n")  # fmt: skip
+
+
+def test_chat_reads_its_lines_from_a_pipe(model: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "one\n/system Be brief.\none\n/exit\nnever read\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode() + b"\xff\n")))
+    ask = ["chat", str(model), "--max-tokens", "5", "--temperature", "0", "--max-context", "128"]
+    assert main(ask) == 0
+    out, err = capsys.readouterr()
+    messages = [[{"role": "user", "content": "one"}], [{"role": "system", "content": "Be brief."}]]
+    messages[1] += messages[0]
+    file = model.parent / "messages.jsonl"
+    file.write_text("".join(json.dumps({"messages": each}) + "\n" for each in messages))
+    sampled = output(capsys, "sample", model, "--prompts", file, "--max-tokens", "5", "--temperature", "0", "--json")
+    assert out == "".join(json.loads(line)["text"] + "\n" for line in sampled.splitlines())
+    assert err.splitlines()[0].startswith("[/reset begins anew, /system TEXT") and "> " not in out + err
+    assert main([*ask[:-1], "2000"]) == 2
+    message = "--max-context 2000 is more than the 1024 positions that the model was made for"
+    assert capsys.readouterr().err == f"jaxsp: {message}\n"
+
+
+def test_serve_answers_until_it_is_told_to_stop(model: Path) -> None:
+    command = [sys.executable, "-c", RUN_MAIN, "serve", str(model), "--port", "0", "--max-context", "64"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        line = process.stdout.readline()
+        assert line.startswith(f"{model}, 8 slots of 64 tokens, at http://127.0.0.1:")
+        url = line.split(" at ")[1].strip()
+        with urllib.request.urlopen(f"{url}/models", timeout=60) as response:
+            assert json.load(response)["data"][0]["id"] == str(model)
+        body = json.dumps({"model": str(model), "prompt": "one two", "max_tokens": 50, "stream": True}).encode()
+        request = urllib.request.Request(f"{url}/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as response:
+            process.send_signal(signal.SIGTERM)
+            events = response.read().decode().split("\n\n")  # an answer that has begun is finished
+        assert events[-2:] == ["data: [DONE]", ""]
+        assert process.wait(60) == 0
+        assert process.stderr.read() == ""
+
+
+def test_an_address_that_cannot_be_had_is_one_line(model: Path, capsys) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", str(model), "--port", str(port)]) == 1
+    message = f"jaxsp: --host 127.0.0.1 --port {port}: Address already in use; choose another address or port\n"
+    assert capsys.readouterr().err == message
+    assert main(["serve", str(model), "--host", "no.such.host.invalid", "--port", "0"]) == 1
+    assert capsys.readouterr().err.startswith("jaxsp: --host no.such.host.invalid --port 0: ")
+    with pytest.raises(SystemExit):
+        main(["serve", str(model), "--port", "70000"])
+    assert "--port: '70000' is not a port, from 0 to 65535" in capsys.readouterr().err
+
+
+def test_serve_without_its_extra_says_how_to_get_it() -> None:
+    program = "import sys; sys.modules['uvicorn'] = None\n" + RUN_MAIN
+    result = subprocess.run(
+        [sys.executable, "-c", program, "serve", "absent"], capture_output=True, text=True, timeout=120,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert result.stderr == "jaxsp: jaxsp serve needs uvicorn, which is not there: pip install 'jaxsp[serve]'\n"
