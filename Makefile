@@ -1,5 +1,5 @@
-# Targets: quickstart, test, test-slow, test-aot, lint, format, clean. Everything is installed into .venv, and what
-# test-aot compiles with into .venv-aot, so that JAX finds no accelerator where everything else runs.
+# Targets: quickstart, test, test-slow, test-aot, bench, bench-sampler, lint, format, clean. Everything is installed into
+# .venv, and what test-aot compiles with into .venv-aot, so that JAX finds no accelerator where everything else runs.
 VENV := .venv
 BIN := $(VENV)/bin
 AOT_VENV := .venv-aot
@@ -7,9 +7,10 @@ PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 \
 	&& { echo $$p; break; }; done)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .constraints.txt
-CHECKED := jaxsp tests
+CHECKED := jaxsp tests third_party
+OPTIONS ?=
 
-.PHONY: quickstart test test-slow test-aot lint format clean
+.PHONY: quickstart test test-slow test-aot bench bench-sampler lint format clean
 
 # Large memory pages: glibc's malloc asks for them, and decoding, which reads all weights for each token, is a third faster.
 quickstart: $(VENV)/.installed
@@ -23,6 +24,12 @@ test-slow: $(VENV)/.installed-dev
 
 test-aot: $(AOT_VENV)/.installed
 	JAX_PLATFORMS=cpu $(AOT_VENV)/bin/python -m pytest -m slow tests/sampler/test_ahead_of_time.py
+
+bench: bench-sampler
+
+# For example: make bench-sampler OPTIONS="--quick --only batch_1,batch_8 --engines jaxsp,machine" (--help tells all)
+bench-sampler: $(VENV)/.installed
+	$(BIN)/python -m tests.bench.run $(OPTIONS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check $(CHECKED)
