@@ -272,7 +272,13 @@ def _sample(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         num_samples=arguments.num_samples,
         is_chat=arguments.chat,
+        repetition_penalty=arguments.repetition_penalty,
+        min_tokens=arguments.min_tokens,
+        choices=tuple(arguments.choices),
+        wants_raw=arguments.raw,
     )
+    if options.wants_raw and (arguments.stream or not arguments.json):
+        raise UsageError("--raw adds to the lines of --json, without --stream")
     if arguments.stream:
         if len(prompts) * options.num_samples > 1:
             raise UsageError("--stream prints one sample while it is made: give one prompt, and no --num-samples")
@@ -294,6 +300,7 @@ def _sample(arguments: argparse.Namespace) -> int:
                     "logprobs": list(completion.behaviour_logprobs),
                     "text": completion.text,
                     "finish_reason": completion.finish_reason,
+                    **_raw_fields(options.wants_raw, completion),
                 }
             )
             return
@@ -304,6 +311,12 @@ def _sample(arguments: argparse.Namespace) -> int:
 
     sample(_find_model(arguments), prompts, options, write)
     return 0
+
+
+def _raw_fields(is_wanted: bool, completion: Any) -> dict[str, list[float]]:
+    if not is_wanted:
+        return {}
+    return {"raw_logprobs": list(completion.raw_logprobs), "kept_mass": list(completion.kept_mass)}
 
 
 def _print_delta(delta: Any) -> None:
@@ -331,6 +344,7 @@ def _chat(arguments: argparse.Namespace) -> int:
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         min_p=arguments.min_p,
+        repetition_penalty=arguments.repetition_penalty,
         seed=arguments.seed,
         max_context=arguments.max_context,
         system=arguments.system,

@@ -28,6 +28,7 @@ _natural = _number(int, lambda x: x >= 0, "a whole number from 0 upwards")
 _temperature = _number(float, lambda x: 0 <= x < math.inf, "a number from 0 (greedy) upwards")
 _top_p = _number(float, lambda x: 0 < x <= 1, "above 0 and at most 1")
 _min_p = _number(float, lambda x: 0 <= x < 1, "at least 0 and below 1")
+_penalty = _number(float, lambda x: 0 < x < math.inf, "a number above 0")
 _port = _number(int, lambda x: 0 <= x < 2**16, "a port, from 0 to 65535")
 _seconds = _number(float, lambda x: 0 < x < math.inf, "a number above 0")
 
@@ -85,6 +86,11 @@ def _add_sample_arguments(sub: argparse.ArgumentParser) -> None:
     _add_sampling_options(sub, temperature=1.0)
     sub.add_argument("--stop", nargs="+", action="extend", type=_stop, default=[], metavar="STR",
                      help="texts that end a sample and are cut from it (MODEL stands before them)")  # fmt: skip
+    sub.add_argument("--min-tokens", type=_natural, default=0, metavar="N", help="tokens before a sample may end")
+    sub.add_argument("--choices", nargs="+", type=_stop, default=[], metavar="TEXT",
+                     help="the sample is one of these texts (MODEL stands before them)")  # fmt: skip
+    sub.add_argument("--raw", action="store_true",
+                     help="with --json: raw_logprobs, under the model's own distribution, and kept_mass")  # fmt: skip
     sub.add_argument("--seed", type=int, default=0, help="the same seed gives the same samples")
     sub.add_argument("--num-samples", type=_count, default=1, metavar="G", help="samples per prompt")
     sub.add_argument("--stream", action="store_true", help="print the one sample while it is made")
@@ -119,6 +125,7 @@ def _add_sampling_options(sub: argparse.ArgumentParser, temperature: float) -> N
     sub.add_argument("--top-k", type=_natural, default=0, metavar="K", help="0 (default) is off")
     sub.add_argument("--top-p", type=_top_p, default=1.0, metavar="P", help="1 (default) is off")
     sub.add_argument("--min-p", type=_min_p, default=0.0, metavar="P", help="0 (default) is off")
+    sub.add_argument("--repetition-penalty", type=_penalty, default=1.0, metavar="X", help="1 (default) is off")
 
 
 def _add_context_option(sub: argparse.ArgumentParser) -> None:

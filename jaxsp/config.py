@@ -73,6 +73,8 @@ class SamplerConfig:
     cache_tokens: int | None = None
     """Tokens that the KV cache holds, at least `max_context`; null: `num_slots * max_context`. Where it runs out, rows
     wait and are computed again."""
+    max_waiting: int | None = None
+    """Requests in the queue for a slot; further ones wait to be queued, in their order. null: 16 for each slot."""
     attention: Literal["auto", "xla", "tpu", "gpu"] = "auto"
     """How decoding reads the KV cache. `xla` gathers each row's pages once for `decode_chunk` tokens, on any platform;
     `tpu` and `gpu` are kernels that read the pages in place, for head sizes of a multiple of 128 and of a power of 2;
@@ -257,6 +259,7 @@ _BOUNDS = {
     "sampler.prefill_tokens": _COUNT,
     "sampler.page_tokens": _COUNT,
     "sampler.cache_tokens": _COUNT,
+    "sampler.max_waiting": _NATURAL,
     "learner.learning_rate": _RATE,
     "learner.beta1": _SHARE,
     "learner.beta2": _SHARE,

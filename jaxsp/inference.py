@@ -248,6 +248,11 @@ class SampleOptions:
     seed: int
     num_samples: int
     is_chat: bool
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    choices: tuple[str, ...] = ()
+    """Texts; each is a choice with the end of a sample after it."""
+    wants_raw: bool = False
 
 
 def sample(
@@ -325,6 +330,7 @@ def _requests(
     assert reader.tokenizer is not None
     is_chat = prompt.field == "messages" or options.is_chat
     stop_ids, stop_strings = stops(model.source, reader.tokenizer, reader.renderer if is_chat else None)
+    choices = _as_choices(options.choices, reader.tokenizer, stop_ids)
     for number in range(options.num_samples):
         yield GenerateRequest(
             tokens=tokens,
@@ -336,7 +342,18 @@ def _requests(
             min_p=options.min_p,
             stop_ids=stop_ids,
             stop_strings=(*stop_strings, *options.stop_strings),
+            min_tokens=options.min_tokens,
+            repetition_penalty=options.repetition_penalty,
+            choices=choices,
+            wants_raw=options.wants_raw,
         )
+
+
+def _as_choices(texts: Sequence[str], tokenizer: Tokenizer, stop_ids: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Each text's tokens and the first stop id: so none begins another one, and the model says where it ends."""
+    if texts and not stop_ids:
+        raise UserError("--choices: this model has no stop id that could end a choice")
+    return tuple((*tokenizer.encode(text), stop_ids[0]) for text in texts)
 
 
 # Export --------------------------------------------------------------------------------------------------------------

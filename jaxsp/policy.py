@@ -77,6 +77,7 @@ def make_sampler(
         prefill_tokens=sampler.prefill_tokens,
         page_tokens=sampler.page_tokens,
         cache_tokens=sampler.cache_tokens,
+        max_waiting=sampler.max_waiting,
         attention=sampler.attention,
         compute_dtype=compute_dtype,
         decode_text=tokenizer.decode,

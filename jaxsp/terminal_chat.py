@@ -56,6 +56,7 @@ class ChatOptions:
     top_k: int
     top_p: float
     min_p: float
+    repetition_penalty: float
     seed: int
     max_context: int | None
     system: str | None
@@ -145,6 +146,7 @@ def _answer(
         top_k=options.top_k,
         top_p=options.top_p,
         min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
         stop_ids=asked.renderer.stop_ids,
         stop_strings=asked.renderer.stop_strings,
     )

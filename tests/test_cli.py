@@ -75,6 +75,16 @@ def test_sample_gives_a_json_line_for_each_sample(directory: Path, tmp_path: Pat
     assert json_lines(capsys, *arguments) == lines
 
 
+def test_sample_is_one_of_the_choices_and_tells_the_raw_logprobs(directory: Path, capsys) -> None:
+    arguments = ["sample", directory / "run", "--prompt", "one", "--max-tokens", "8", "--num-samples", "4", "--raw"]
+    rows = json_lines(capsys, *arguments, "--choices", "two", "three", "--min-p", "0.01")
+    assert {row["text"] for row in rows} <= {"two", "three"}
+    for row in rows:
+        assert row["finish_reason"] == "stop"
+        assert len(row["raw_logprobs"]) == len(row["kept_mass"]) == len(row["tokens"])
+        assert all(raw <= own + 1e-5 for raw, own in zip(row["raw_logprobs"], row["logprobs"], strict=True))
+
+
 def test_sample_gives_readable_text_without_json(directory: Path, capsys) -> None:
     arguments = ["sample", str(directory / "run"), "--prompt", "one", "--max-tokens", "2", "--temperature", "0"]
     (line,) = json_lines(capsys, *arguments)
@@ -237,6 +247,8 @@ USAGE_ERRORS = [
     (["sample", "{model}", "--prompt", "a", "--prompts", "b"], "not allowed with argument"),
     (["sample", "{model}", "--prompt", "a", "--max-tokens", "0"], "--max-tokens: '0' is not a whole number from 1"),
     (["sample", "{model}", "--prompt", "a", "--temperature", "nan"], "--temperature: 'nan' is not a number from 0"),
+    (["sample", "{model}", "--prompt", "a", "--raw"], "--raw adds to the lines of --json"),
+    (["sample", "{model}", "--prompt", "a", "--repetition-penalty", "0"], "'0' is not a number above 0"),
     (["sample", "{model}", "--prompt", "a", "--top-p", "0"], "--top-p: '0' is not above 0 and at most 1"),
     (["sample", "{model}", "--prompt", "a", "--min-p", "1"], "--min-p: '1' is not at least 0 and below 1"),
     (["sample", "{model}", "--prompt", "a", "--top-k", "x"], "--top-k: 'x' is not a whole number from 0"),

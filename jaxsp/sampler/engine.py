@@ -12,7 +12,8 @@ products of other shapes sum in another order; a token changes only where two ca
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,9 +57,11 @@ class Engine:
         settings: BatchSettings,
         param_shardings: Params | None,
         steps_in_thread: bool,
+        max_waiting: int,
     ) -> None:
         self._sizes, self._programs, self._settings = sizes, programs, settings
         self._param_shardings, self._steps_in_thread = param_shardings, steps_in_thread
+        self._max_in_flight = settings.num_slots + max_waiting
         self._params: Params | None = None
         self._policy_version = -1
         self._batch = Batch(programs, settings)
@@ -70,6 +73,8 @@ class Engine:
         self._arrived: list[Sample] = []
         self._gone: list[Sample] = []
         self._ended: list[tuple[Sample, Ending]] = []
+        self._num_places = 0  # taken, by what waits in the batch's queue or stands in the batch
+        self._held_back: deque[asyncio.Future[None]] = deque()  # requests without a place, in the order they came
 
     @property
     def num_compilations(self) -> int:
@@ -98,8 +103,9 @@ class Engine:
 
         Raises ValueError while requests are in flight.
         """
-        if self._futures or self._is_stepping:
-            raise ValueError(f"{len(self._futures)} requests in flight; await them first")
+        num_requests = len(self._futures) + len(self._held_back)
+        if num_requests or self._is_stepping:
+            raise ValueError(f"{num_requests} requests in flight; await them first")
         self._exchange()
         self._batch.forget_prefixes()
 
@@ -115,9 +121,10 @@ class Engine:
     async def generate(self, request: GenerateRequest) -> Completion:
         """The completion of `request`. Cancelling the awaiting task frees its place in the batch.
 
-        Raises `UserError` naming the field of a request that cannot be meant or cannot fit.
+        Beyond `num_slots + max_waiting` requests, the next ones wait here, in the order they came, and not in the
+        batch's queue. Raises `UserError` naming the field of a request that cannot be meant or cannot fit.
         """
-        with self._in_flight(request) as sample:
+        async with self._in_flight(request) as sample:
             return await self._futures[sample]
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
@@ -126,7 +133,7 @@ class Engine:
 
         Raises what `generate` raises.
         """
-        with self._in_flight(request) as sample:
+        async with self._in_flight(request) as sample:
             future, watch = self._futures[sample], _Watch()
             self._watches[sample] = watch
             future.add_done_callback(lambda _: watch.event.set())
@@ -147,17 +154,19 @@ class Engine:
             whole = await future
             yield Delta(whole.tokens[num_tokens:], whole.behaviour_logprobs[num_tokens:], whole.text[num_chars:], whole)
 
-    @contextlib.contextmanager
-    def _in_flight(self, request: GenerateRequest) -> Iterator[Sample]:
+    @contextlib.asynccontextmanager
+    async def _in_flight(self, request: GenerateRequest) -> AsyncGenerator[Sample]:
         """A sample that is waiting or in the batch until the end of the block, with a future of its completion."""
         if self._params is None:
             raise ValueError("a request came before load")
         self.check(request)
         loop = asyncio.get_running_loop()
+        await self._take_place(loop)
         if self._task is None or self._task.done() or self._task.get_loop().is_closed():
             self._task = loop.create_task(self._serve())
             self._task.add_done_callback(_look_at)  # else asyncio reports an interrupt as an error nobody saw
         elif self._task.get_loop() is not loop:
+            self._give_place()
             raise ValueError("the engine is in use by another event loop")
         sample = Sample(request, lambda sample, ending: self._ended.append((sample, ending)))
         self._futures[sample] = loop.create_future()
@@ -169,6 +178,33 @@ class Engine:
             self._gone.append(sample)
             del self._futures[sample]
             self._watches.pop(sample, None)
+            self._give_place()
+
+    async def _take_place(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Returns when a place is the caller's."""
+        if self._num_places < self._max_in_flight:
+            self._num_places += 1
+            return
+        self._batch.counts.held_back += 1
+        ticket = loop.create_future()
+        self._held_back.append(ticket)
+        try:
+            await ticket  # whoever leaves hands over its place
+        except asyncio.CancelledError:
+            if ticket.done() and not ticket.cancelled():
+                self._give_place()
+            else:
+                self._held_back.remove(ticket)
+            raise
+
+    def _give_place(self) -> None:
+        """Hands the place of a request that has ended over to the one that has waited longest."""
+        for ticket in self._held_back:
+            if not ticket.done():
+                self._held_back.remove(ticket)
+                ticket.set_result(None)
+                return
+        self._num_places -= 1
 
     def stats(self) -> dict[str, float]:
         """Metrics since the last `reset_stats`: counts, seconds and shares of the work done."""
@@ -277,6 +313,7 @@ def make_engine(
     attention: str | Implementation = "auto",
     mesh: Mesh | None = None,
     steps_in_thread: bool = False,
+    max_waiting: int | None = None,
 ) -> Engine:
     """An engine for one decoder, without parameters yet (`Engine.load`).
 
@@ -294,6 +331,8 @@ def make_engine(
         mesh: local devices to shard over (`jaxsp.mesh`); None: the default device.
         steps_in_thread: whether the event loop runs on while the devices work. What joins which step then depends on
             the time that steps take: tokens stay the same, batches and the last bits may not.
+
+        max_waiting: requests in the queue for a slot; further ones wait to be queued. None: 16 for each slot.
 
     Raises `UserError` naming the setting that is wrong, `UsageError` where the decoder does not divide over the mesh,
     or `attention` cannot run.
@@ -336,7 +375,8 @@ def make_engine(
         decode_text=decode_text,
     )
     programs = make_programs(sizes, compute_dtype, page_tokens, decode_chunk, kv_sharding, implementation)
-    return Engine(sizes, programs, settings, param_shardings, steps_in_thread)
+    max_waiting = 16 * num_slots if max_waiting is None else max_waiting
+    return Engine(sizes, programs, settings, param_shardings, steps_in_thread, max_waiting)
 
 
 def _look_at(task: asyncio.Task[None]) -> None:

@@ -254,6 +254,8 @@ class Counts:
     """What the engine has done, added up."""
 
     requests: int = 0
+    held_back: int = 0
+    """Of these, which found the queue full."""
     prefill_tokens: int = 0
     shared_prompt_tokens: int = 0
     """Prompt tokens that were not computed, since their pages were there; with `prefill_tokens` they make all."""
@@ -275,6 +277,7 @@ class Counts:
         prompt_tokens = self.prefill_tokens + self.shared_prompt_tokens
         return {
             "sampler/num_requests": self.requests,
+            "sampler/num_held_back": self.held_back,
             "sampler/num_prefill_tokens": self.prefill_tokens,
             "sampler/num_shared_prompt_tokens": self.shared_prompt_tokens,
             "sampler/shared_prompt_frac": self.shared_prompt_tokens / max(prompt_tokens, 1),

@@ -65,14 +65,17 @@ class Service:
                 top_k=asked.top_k,
                 top_p=asked.top_p,
                 min_p=asked.min_p,
+                repetition_penalty=asked.repetition_penalty,
+                logit_bias=asked.logit_bias,
+                min_tokens=asked.min_tokens,
                 stop_ids=stop_ids,
                 stop_strings=(*stop_strings, *asked.stop_strings),
             )
             try:
                 self.engine.check(first)
             except UserError as error:
-                field_name, _, _ = str(error).partition(" ")
-                raise RequestError(str(error), name if field_name == "tokens:" else field_name) from error
+                field_name = str(error).partition(" ")[0].rstrip(":")
+                raise RequestError(str(error), name if field_name == "tokens" else field_name) from error
             requests += [replace(first, seed=sample_seed(seed, index, number)) for number in range(asked.num_samples)]
         return requests
 

@@ -13,7 +13,8 @@ CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "
 def test_what_is_not_said_is_openais_default() -> None:
     assert parse_request(COMPLETION, "completions") == Asked(
         endpoint="completions", model="m", prompts=("Hello",), max_tokens=None, num_samples=1, seed=None,
-        temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, stop_strings=(), has_echo=False, has_logprobs=False,
+        temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
+            logit_bias=(), min_tokens=0, stop_strings=(), has_echo=False, has_logprobs=False,
         has_token_ids=False, is_streamed=False, has_usage=False,
     )  # fmt: skip
 
@@ -56,9 +57,17 @@ def test_messages_may_come_in_parts_and_as_clients_send_them_back() -> None:
 
 
 def test_fields_that_change_nothing_are_let_through() -> None:
-    nothing = {"user": "me", "metadata": {"a": "b"}, "frequency_penalty": 0.0, "logit_bias": {}, "seed": None,
-               "response_format": {"type": "text"}, "tools": [], "tool_choice": "auto", "unheard_of": None}  # fmt: skip
+    nothing = {"user": "me", "metadata": {"a": "b"}, "frequency_penalty": 0.0, "logit_bias": {}, "min_tokens": 0,
+               "seed": None, "response_format": {"type": "text"}, "tools": [], "tool_choice": "auto", "unheard_of": None}  # fmt: skip
     assert parse_request(CHAT | nothing, "chat") == parse_request(CHAT, "chat")
+
+
+def test_what_changes_scores_is_read() -> None:
+    asked = parse_request(
+        COMPLETION | {"logit_bias": {"3": 5, "8": -1.5}, "repetition_penalty": 1.2, "min_tokens": 4}, "completions"
+    )
+    assert asked.logit_bias == ((3, 5.0), (8, -1.5))
+    assert (asked.repetition_penalty, asked.min_tokens) == (1.2, 4)
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
@@ -82,7 +91,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (COMPLETION | {"prompt": [[1, True]]}, "prompt[0]", "a text or a list of token ids"),
     (COMPLETION | {"best_of": 3}, "best_of", "equal to n"),
     (COMPLETION | {"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
-    (COMPLETION | {"logit_bias": {"3": 5}}, "logit_bias", "not supported"),
+    (COMPLETION | {"logit_bias": {"a": 5}}, "logit_bias", "an object that has token ids for its names"),
+    (COMPLETION | {"logit_bias": {"3": "5"}}, "logit_bias.3", "must be a number"),
+    (COMPLETION | {"min_tokens": -1}, "min_tokens", "whole number from 0"),
     (COMPLETION | {"suffix": "end"}, "suffix", "not supported"),
     (COMPLETION | {"max_tokens": 0}, "max_tokens", "whole number from 1"),
     (COMPLETION | {"max_tokens": 2.5}, "max_tokens", "whole number from 1"),
