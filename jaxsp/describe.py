@@ -51,7 +51,7 @@ def describe(config: RunConfig, console: Console) -> None:
     )
     line("sampler rows", _listed(row_buckets(config.sampler.num_slots)))
     attention, page_tokens = choose(
-        config.sampler.attention, devices[0].platform, num_slots=config.sampler.num_slots,
+        config.sampler.attention, devices[0], num_slots=config.sampler.num_slots,
         max_context=config.sampler.max_context, page_tokens=config.sampler.page_tokens, head_dim=sizes.head_dim,
         dtype=config.model.compute_dtype,
     )  # fmt: skip

@@ -360,7 +360,7 @@ def make_engine(
         sizes = sampler_sizes(sizes, mesh)
         param_shardings, kv_sharding = sampler_shardings(sizes, mesh)
     implementation, page_tokens = choose(
-        attention, (jax.devices()[0] if mesh is None else mesh.devices.flat[0]).platform, num_slots=num_slots,
+        attention, jax.devices()[0] if mesh is None else mesh.devices.flat[0], num_slots=num_slots,
         max_context=max_context, page_tokens=page_tokens, head_dim=sizes.head_dim, dtype=compute_dtype,
     )  # fmt: skip
     settings = BatchSettings(

@@ -28,6 +28,11 @@ SMALLEST_TILE = 16
 """Rows of a product on tensor cores; fewer query heads are padded."""
 
 
+def is_known(device_kind: str) -> bool:
+    """Whether Pallas can compile for a GPU that calls itself so."""
+    return any(version.value in device_kind for version in plgpu.GpuVersion)
+
+
 def decode_attention(
     q: Float[Array, "B N H"],
     k: Float[Array, "B K H"],

@@ -28,13 +28,14 @@ Cache = list[tuple[Array, Array]]
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What decides whether an implementation can run. Heads are those of one device."""
+    """What decides whether an implementation can run."""
 
     num_slots: int
     max_context: int
     page_tokens: int
     head_dim: int
     dtype: Any
+    device_kind: str
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ def _tpu_complaint(shape: CacheShape) -> str | None:
 
 
 def _gpu_complaint(shape: CacheShape) -> str | None:
+    if not gpu_attention.is_known(shape.device_kind):
+        return f"is compiled by Pallas, which does not know the GPU {shape.device_kind!r}"
     if shape.head_dim < 16 or shape.head_dim & (shape.head_dim - 1):
         return f"needs a head size that is a power of 2 and at least 16, and the model's is {shape.head_dim}"
     return None
@@ -96,7 +99,7 @@ kilobytes that stand together: 16 tokens of a head of 128 in bfloat16 are 4 KiB,
 
 def choose(
     wanted: str | Implementation,
-    platform: str,
+    device: Any,
     *,
     num_slots: int,
     max_context: int,
@@ -104,7 +107,7 @@ def choose(
     head_dim: int,
     dtype: Any,
 ) -> tuple[Implementation, int]:
-    """What `sampler.attention` = `wanted` means on this platform, and the tokens of a page.
+    """What `sampler.attention` = `wanted` means on such a device, and the tokens of a page.
 
     `auto` is the first of the table that can run. A `page_tokens` of None is what the implementation likes.
     Raises `UsageError` naming what keeps the named implementation from running.
@@ -114,10 +117,12 @@ def choose(
         return implementation, implementation.page_tokens if page_tokens is None else page_tokens
 
     def complaint(implementation: Implementation) -> str | None:
-        if implementation.platform not in (None, platform):
-            return f"runs on {implementation.platform}, and the devices here are {platform}"
+        if implementation.platform not in (None, device.platform):
+            return f"runs on {implementation.platform}, and the devices here are {device.platform}"
         _, own_page = with_page(implementation)
-        return implementation.complaint(CacheShape(num_slots, max_context, own_page, head_dim, dtype))
+        return implementation.complaint(
+            CacheShape(num_slots, max_context, own_page, head_dim, dtype, device.device_kind)
+        )
 
     if wanted == "auto":
         return with_page(next(each for each in IMPLEMENTATIONS.values() if complaint(each) is None))

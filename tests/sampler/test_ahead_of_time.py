@@ -75,7 +75,7 @@ class Compiled:
         sizes = sampler_sizes(MODELS[model], mesh)
         shardings, kv_sharding = sampler_shardings(sizes, mesh)
         implementation, page_tokens = choose(
-            "auto", self.platform, num_slots=SLOTS, max_context=CONTEXT, page_tokens=None, head_dim=sizes.head_dim,
+            "auto", devices[0], num_slots=SLOTS, max_context=CONTEXT, page_tokens=None, head_dim=sizes.head_dim,
             dtype=DTYPE,
         )  # fmt: skip
         assert implementation.name == self.platform

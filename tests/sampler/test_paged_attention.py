@@ -1,6 +1,7 @@
 """The kernels that decode in the cache's pages, in Pallas's interpreter, against XLA; and which of them is chosen."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +93,7 @@ def test_an_engine_with_a_kernel_samples_what_one_with_xla_samples(name):
     assert engine.stats()["sampler/num_shared_prompt_tokens"] > 0
 
 
+KINDS = {"cpu": "cpu", "tpu": "TPU v5 lite", "gpu": "NVIDIA H200"}
 FITTING = {"num_slots": 64, "max_context": 40_960, "page_tokens": None, "head_dim": 128, "dtype": jnp.bfloat16}
 
 
@@ -108,9 +110,20 @@ FITTING = {"num_slots": 64, "max_context": 40_960, "page_tokens": None, "head_di
     ],
 )
 def test_auto_is_the_kernel_of_the_platform_where_it_can_run(platform, changes, name, page_tokens):
-    implementation, found = choose("auto", platform, **{**FITTING, **changes})
+    implementation, found = choose("auto", device(platform), **{**FITTING, **changes})
     assert (implementation.name, found) == (name, page_tokens)
-    assert choose("xla", platform, **FITTING)[0].name == "xla"
+    assert choose("xla", device(platform), **FITTING)[0].name == "xla"
+
+
+def device(platform: str) -> SimpleNamespace:
+    return SimpleNamespace(platform=platform, device_kind=KINDS[platform])
+
+
+def test_a_gpu_that_pallas_does_not_know_decodes_by_xla():
+    other = SimpleNamespace(platform="gpu", device_kind="NVIDIA GeForce GTX 1080")
+    assert choose("auto", other, **FITTING)[0].name == "xla"
+    with pytest.raises(UsageError, match="does not know the GPU 'NVIDIA GeForce GTX 1080'; or set it to auto"):
+        choose("gpu", other, **FITTING)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +140,7 @@ def test_auto_is_the_kernel_of_the_platform_where_it_can_run(platform, changes, 
 )
 def test_an_implementation_that_cannot_run_is_refused_by_name(wanted, platform, changes, message):
     with pytest.raises(UsageError, match=message):
-        choose(wanted, platform, **{**FITTING, **changes})
+        choose(wanted, device(platform), **{**FITTING, **changes})
 
 
 def test_an_engine_on_cpu_refuses_a_kernel_of_another_platform():
