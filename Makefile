@@ -1,13 +1,14 @@
-# Targets: quickstart, test, test-slow, lint, format, clean. Everything is installed into .venv.
+# Targets: quickstart, test, test-slow, bench, bench-sampler, lint, format, clean. Everything is installed into .venv.
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 \
 	&& { echo $$p; break; }; done)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .constraints.txt
-CHECKED := jaxsp tests
+CHECKED := jaxsp tests third_party
+OPTIONS ?=
 
-.PHONY: quickstart test test-slow lint format clean
+.PHONY: quickstart test test-slow bench bench-sampler lint format clean
 
 # Large memory pages: glibc's malloc asks for them, and decoding, which reads all weights for each token, is a third faster.
 quickstart: $(VENV)/.installed
@@ -18,6 +19,12 @@ test: lint
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow
+
+bench: bench-sampler
+
+# For example: make bench-sampler OPTIONS="--quick --only batch_1,batch_8 --engines jaxsp,machine" (--help tells all)
+bench-sampler: $(VENV)/.installed
+	$(BIN)/python -m tests.bench.run $(OPTIONS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check $(CHECKED)

@@ -135,7 +135,9 @@ class Batch:
         """One step of a batch that is not empty. Raises `UserError` if the model gives numbers that are not finite."""
         started = time.perf_counter()
         if self._cache is None:
-            self._cache = self._programs.new_cache(self._pages.num_pages)
+            cache = self._programs.new_cache(self._pages.num_pages)
+            # Tied to its devices as every later cache is, or each program would be compiled once more for the first.
+            self._cache = jax.device_put(cache, jax.tree.map(lambda pages: pages.sharding, cache))
         num_left = self._settings.prefill_tokens if self._rows else None
         advanced: list[_Prompt] = []
         while True:
