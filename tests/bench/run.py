@@ -44,8 +44,8 @@ def main() -> None:
     if os.getloadavg()[0] > 0.5:
         _say(f"load average {os.getloadavg()[0]:.1f}: something else is running, so only ratios mean anything")
     arguments = ["--workloads", str(path), "--model-dir", str(MODEL_DIR), "--gguf", str(GGUF)]
-    run.start(engines, [*arguments, "--threads", str(options.threads)])
     try:
+        run.start(engines, [*arguments, "--threads", str(options.threads)])
         for workload in workloads:
             run.measure(workload)
     finally:
@@ -84,6 +84,7 @@ class Run:
                 for workload in self._workloads:
                     if engine.runs(workload.name, self._options.all):
                         self._note(engine, workload, {"error": error})
+        self._started = time.perf_counter()  # installing is not part of the run's minutes
 
     def measure(self, workload: Workload) -> None:
         """All repeats of a workload by everybody who runs it."""
