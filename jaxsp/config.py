@@ -144,6 +144,9 @@ class SpiceConfig:
     """tau of the challenger's `gaussian_variance` reward: how sharply it peaks where half of the answers are right."""
     invalid_reward: float = -0.1
     """The challenger's reward for an attempt that gave no valid question."""
+    unsolved_reward: float | None = None
+    """The challenger's reward for a question that none of its G answers solves, which may be one without a right
+    answer; null: what `challenger_reward` pays at a solve rate of 0."""
     challenger_reward: Literal[
         "gaussian_variance", "one_minus_abs", "one_minus_p", "threshold", "learnability_4p1mp"
     ] = "gaussian_variance"
@@ -284,6 +287,7 @@ _BOUNDS = {
     "spice.attempts_per_round": _COUNT,
     "spice.variance_tau": _POSITIVE,
     "spice.invalid_reward": _Bounds(-math.inf, is_open=True, end=math.inf),
+    "spice.unsolved_reward": _Bounds(-math.inf, is_open=True, end=math.inf),
     "spice.temperature": _POSITIVE,
     "spice.challenger_max_tokens": _COUNT,
     "spice.reasoner_max_tokens": _COUNT,

@@ -27,6 +27,8 @@ Departures that are off by default:
 - `spice.shares_answers`: tasks of a step with equal question, answer and type share one set of answers.
 - `spice.tasks_per_document`, `spice.prefers_mixed_tasks`: several tasks of a document train the reasoner, or rather
   those of mixed outcome than a random one.
+- `spice.unsolved_reward`: a question that nobody solves pays less than one that everybody solves. The paper's reward
+  pays both alike, which lets a small challenger drift to questions without a right answer.
 - `spice.challenger_reward`, `spice.trains_challenger`, `spice.trains_reasoner`: other rewards and a fixed role, which
   are ablations of the paper but for `learnability_4p1mp` and a fixed reasoner.
 - `learner.advantage` = group_std, `learner.kl_coef`: GRPO's advantages, a pull towards the policy at the phase's start.
@@ -75,6 +77,7 @@ def spice_rules(config: SpiceConfig) -> SpiceRules:
         tasks_per_document=config.tasks_per_document,
         shares_answers=config.shares_answers,
         prefers_mixed_tasks=config.prefers_mixed_tasks,
+        unsolved_reward=config.unsolved_reward,
     )
 
 

@@ -50,6 +50,8 @@ class SpiceRules:
     """Tasks with equal question, answer and answer type share one set of G answers."""
     prefers_mixed_tasks: bool = False
     """Draw the reasoner's tasks from those answered sometimes right and sometimes wrong, where there are any."""
+    unsolved_reward: float | None = None
+    """The challenger's for a task that no answer solves; None: what its solve rate of 0 pays."""
 
     def __post_init__(self) -> None:
         if self.group_size < 2:
@@ -254,7 +256,11 @@ def _challenger_reward(each: _Try, rules: SpiceRules) -> float | None:
     """None for a try that was not kept."""
     if not each.is_kept:
         return None
-    return rules.invalid_reward if each.solve_rate is None else rules.solve_rate_reward(each.solve_rate)
+    if each.solve_rate is None:
+        return rules.invalid_reward
+    if each.solve_rate == 0 and rules.unsolved_reward is not None:
+        return rules.unsolved_reward
+    return rules.solve_rate_reward(each.solve_rate)
 
 
 def _challenger_group(tries: Sequence[_Try], rules: SpiceRules, group_id: str) -> Group:

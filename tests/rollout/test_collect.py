@@ -81,6 +81,16 @@ def test_a_whole_step_gives_groups_tasks_episodes_and_metrics():
     assert metrics["reasoner/truncated_frac"] == metrics["challenger/truncated_frac"] == 0
 
 
+def test_a_question_that_nobody_solves_can_be_paid_apart_from_one_that_everybody_solves():
+    solved, unsolved = Cups(3, 4), Cups(2, 6)
+    game = Game({cups.document: [cups.reply] * 4 for cups in (solved, unsolved)}, {unsolved.question: 0})
+    documents = [solved.document, unsolved.document]
+    trivial = gaussian_variance(0, 0.01)
+    assert rewards_of(play(game, documents), "challenger") == [[trivial] * 4, [trivial] * 4]
+    game.times.clear()
+    assert rewards_of(play(game, documents, unsolved_reward=-0.1), "challenger") == [[trivial] * 4, [-0.1] * 4]
+
+
 def test_episodes_hold_a_row_for_each_trajectory_with_texts_counts_rewards_and_reasons():
     cups = Cups(3, 4)
     game = Game({cups.document: [cups.reply, INVALID]}, {cups.question: 1})
