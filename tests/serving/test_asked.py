@@ -58,7 +58,8 @@ def test_messages_may_come_in_parts_and_as_clients_send_them_back() -> None:
 
 def test_fields_that_change_nothing_are_let_through() -> None:
     nothing = {"user": "me", "metadata": {"a": "b"}, "frequency_penalty": 0.0, "logit_bias": {}, "min_tokens": 0,
-               "seed": None, "response_format": {"type": "text"}, "tools": [], "tool_choice": "auto", "unheard_of": None}  # fmt: skip
+               "seed": None, "response_format": {"type": "text"}, "tools": [], "tool_choice": "auto",
+               "unheard_of": None}  # fmt: skip
     assert parse_request(CHAT | nothing, "chat") == parse_request(CHAT, "chat")
 
 
