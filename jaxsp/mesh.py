@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxsp.config import UsageError, UserError
 
@@ -101,18 +101,18 @@ def partition_spec(logical_axes: LogicalAxes) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
-def num_parts(mesh: Mesh, logical_axis: str | None) -> int:
+def num_parts(mesh: Mesh | AbstractMesh, logical_axis: str | None) -> int:
     """How many parts a dimension is split into; 1 for None."""
     mesh_axes = LOGICAL_AXES[logical_axis] if logical_axis is not None else ()
     return math.prod(mesh.shape[axis] for axis in mesh_axes)
 
 
-def shardings(mesh: Mesh, logical_axes: Any) -> Any:
+def shardings(mesh: Mesh | AbstractMesh, logical_axes: Any) -> Any:
     """The same tree with a `NamedSharding` for each tuple of logical axis names (`()` for a scalar)."""
     return jax.tree.map(lambda axes: NamedSharding(mesh, partition_spec(axes)), logical_axes, is_leaf=_is_logical_axes)
 
 
-def shardable(mesh: Mesh, logical_axes: LogicalAxes, shape: Sequence[int]) -> NamedSharding:
+def shardable(mesh: Mesh | AbstractMesh, logical_axes: LogicalAxes, shape: Sequence[int]) -> NamedSharding:
     """The sharding of an array of `shape`.
 
     Raises `UsageError` that names the dimension which does not divide over its mesh axes.

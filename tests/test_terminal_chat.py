@@ -17,7 +17,15 @@ from jaxsp.trajectory import GenerateRequest
 from tests.tiny import write_tiny_model
 
 OPTIONS = ChatOptions(
-    max_tokens=20, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=5, max_context=256, system="Be brief."
+    max_tokens=20,
+    temperature=1.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    seed=5,
+    max_context=256,
+    system="Be brief.",
 )
 
 
@@ -64,7 +72,7 @@ def expected_answers(opened: tuple[Engine, TextSide], conversations: list[list[s
         sampled: tuple[int, ...] = ()
         for turn in turns:
             message = {"role": "user", "content": turn}
-            if tokens:
+            if sampled:
                 tokens += sampled + text.renderer.next_turn([message], sampled[-1])
             else:
                 tokens = text.renderer.prompt([{"role": "system", "content": system}, message])

@@ -182,8 +182,8 @@ def decode_attend(
         decode = _over_heads(implementation.decode, kv_sharding)
 
         def attend_in_place(q: Array, k: Array, v: Array, entry: tuple[Array, Array]) -> tuple[Array, Any]:
-            out, *entry = decode(q[:, 0], k[:, 0], v[:, 0], *entry, table, length, is_active)
-            return out[:, None], tuple(entry)
+            out, keys, values = decode(q[:, 0], k[:, 0], v[:, 0], *entry, table, length, is_active)
+            return out[:, None], (keys, values)
 
         return attend_in_place
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxsp.config import UsageError
 from jaxsp.mesh import num_parts, shardable
@@ -34,8 +34,8 @@ def to_sampler_layout(
     def convert(path: tuple[Any, ...], leaf: jax.Array, sharding: NamedSharding | None = None) -> Any:
         is_norm_scale = path[-1].key == "scale"
         dtype = leaf.dtype if is_norm_scale else jnp.dtype(compute_dtype)
-        is_of_kv_heads = len(path) > 1 and path[1].key in ("k", "v")
-        copies = num_kv_heads // leaf.shape[-2] if num_kv_heads and is_of_kv_heads else 1
+        is_of_kv_heads = any(part.key in ("k", "v") for part in path[1:2])
+        copies = num_kv_heads // leaf.shape[-2:][0] if num_kv_heads and is_of_kv_heads else 1
         converted = _conversion(path[0].key == "layers", dtype, sharding, copies)(leaf)
         if consumes:
             jax.block_until_ready(converted)
@@ -54,7 +54,7 @@ def to_sampler_layout(
     return {**converted, "layers": layers}
 
 
-def sampler_sizes(sizes: DecoderSizes, mesh: Mesh) -> DecoderSizes:
+def sampler_sizes(sizes: DecoderSizes, mesh: Mesh | AbstractMesh) -> DecoderSizes:
     """The decoder as it is split over the mesh: with as many kv heads as devices along `tensor`, if it has fewer.
 
     Each kv head then stands on several devices, beside the query heads there that read it.
@@ -69,7 +69,7 @@ def sampler_sizes(sizes: DecoderSizes, mesh: Mesh) -> DecoderSizes:
     return dataclasses.replace(sizes, num_kv_heads=max(sizes.num_kv_heads, parts))
 
 
-def sampler_shardings(sizes: DecoderSizes, mesh: Mesh) -> tuple[Params, NamedSharding]:
+def sampler_shardings(sizes: DecoderSizes, mesh: Mesh | AbstractMesh) -> tuple[Params, NamedSharding]:
     """Shardings of the parameters in the sampler's layout, and of a layer's cached keys or values `[B, K, S, H]`.
 
     Raises `UsageError` naming the dimension that does not divide over the mesh. `sizes` are those of `sampler_sizes`.

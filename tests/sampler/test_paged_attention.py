@@ -25,9 +25,11 @@ def expected_decode(q, k, v, keys, values, table, length, is_active):
     """The same by gathering and whole products."""
     page = np.where(is_active, table[np.arange(len(table)), length // PAGE], len(keys))
     keys, values = (x.at[page, :, length % PAGE].set(new, mode="drop") for x, new in ((keys, k), (values, v)))
-    rows = [jnp.swapaxes(x[table], 1, 2).reshape(len(table), x.shape[1], -1, x.shape[-1]) for x in (keys, values)]
+    all_keys, all_values = (
+        jnp.swapaxes(x[table], 1, 2).reshape(len(table), x.shape[1], -1, x.shape[-1]) for x in (keys, values)
+    )
     mask = (np.arange(WIDTH * PAGE)[None] <= length[:, None])[:, None]
-    return attention(q[:, None], *rows, jnp.asarray(mask))[:, 0], keys, values
+    return attention(q[:, None], all_keys, all_values, jnp.asarray(mask))[:, 0], keys, values
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -48,7 +50,9 @@ def test_a_kernel_gives_what_xla_gives_and_writes_only_the_new_tokens(name, dtyp
     table[1, 1:] = table[0, 1:] = 0  # what is past a row's tokens names somebody else's page
     length, is_active = np.array(LENGTHS, np.int32), np.array(IS_ACTIVE)
     arguments = (q, k, v, keys, values, table, length, is_active)
-    out, *cache = jax.jit(interpreted(name).decode)(*arguments)
+    decode = interpreted(name).decode
+    assert decode is not None
+    out, *cache = jax.jit(decode)(*arguments)
     expected, *expected_cache = expected_decode(*arguments)
     np.testing.assert_allclose(
         np.asarray(out, np.float32)[is_active], np.asarray(expected, np.float32)[is_active], atol=tolerance
@@ -83,12 +87,12 @@ REQUESTS = [GenerateRequest(prompt(i // 2, 23 + 4 * (i // 2)), i, 3 + 9 * (i % 2
 
 @functools.cache
 def samples_of_xla():
-    return generate_all(tiny_engine(**SCARCE), REQUESTS)
+    return generate_all(tiny_engine(None, **SCARCE), REQUESTS)
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_an_engine_with_a_kernel_samples_what_one_with_xla_samples(name):
-    engine = tiny_engine(attention=interpreted(name), **SCARCE)
+    engine = tiny_engine(None, attention=interpreted(name), **SCARCE)
     assert_same_samples(generate_all(engine, REQUESTS), samples_of_xla())
     assert engine.stats()["sampler/num_shared_prompt_tokens"] > 0
 

@@ -1,5 +1,6 @@
 import math
 from collections import Counter
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +29,7 @@ def edited(logits, request: GenerateRequest, sampled=()):
     seen = seen_at_first(edits, len(logits))
     stop_ids = np.full((2, 8), -1, np.int32)
     stop_ids[0, : len(request.stop_ids)] = request.stop_ids
-    scores = edit_scores(jnp.tile(jnp.asarray(logits, jnp.float32), (2, 1)), edits, seen, stop_ids)
+    scores = edit_scores(jnp.tile(jnp.asarray(logits, jnp.float32), (2, 1)), edits, seen, jnp.asarray(stop_ids))
     np.testing.assert_array_equal(scores[1], np.asarray(logits, np.float32))  # a row without a wish
     return np.asarray(scores[0])
 
@@ -100,7 +101,7 @@ def test_wishes_of_new_values_compile_nothing_anew():
     engine = tiny_engine(PARAMS)
 
     def wave(seed: int) -> None:
-        wishes = (
+        wishes: tuple[dict[str, Any], ...] = (
             {"repetition_penalty": 1 + seed / 9}, {"logit_bias": MANY[seed:]}, {"min_tokens": seed},
             {"choices": ((seed,), (seed + 1, 2))}, {},
         )  # fmt: skip
