@@ -35,7 +35,7 @@ def to_sampler_layout(
         is_norm_scale = path[-1].key == "scale"
         dtype = leaf.dtype if is_norm_scale else jnp.dtype(compute_dtype)
         is_of_kv_heads = any(part.key in ("k", "v") for part in path[1:2])
-        copies = num_kv_heads // leaf.shape[-2:][0] if num_kv_heads and is_of_kv_heads else 1
+        copies = num_kv_heads // leaf.shape[-2] if num_kv_heads and is_of_kv_heads else 1
         converted = _conversion(path[0].key == "layers", dtype, sharding, copies)(leaf)
         if consumes:
             jax.block_until_ready(converted)
