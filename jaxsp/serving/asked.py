@@ -43,10 +43,10 @@ class Asked:
     top_k: int
     top_p: float
     min_p: float
+    stop_strings: tuple[str, ...]
+    min_tokens: int
     repetition_penalty: float
     logit_bias: tuple[tuple[int, float], ...]
-    min_tokens: int
-    stop_strings: tuple[str, ...]
     has_echo: bool
     has_logprobs: bool
     has_token_ids: bool
@@ -90,10 +90,10 @@ def parse_request(body: Any, endpoint: Endpoint) -> Asked:
         top_k=values.get("top_k", 0),
         top_p=values.get("top_p", 1.0),
         min_p=values.get("min_p", 0.0),
+        stop_strings=values.get("stop", ()),
+        min_tokens=values.get("min_tokens", 0),
         repetition_penalty=values.get("repetition_penalty", 1.0),
         logit_bias=values.get("logit_bias", ()),
-        min_tokens=values.get("min_tokens", 0),
-        stop_strings=values.get("stop", ()),
         has_echo=values.get("echo", False),
         has_logprobs=values.get("logprobs", False),
         has_token_ids=values.get("return_token_ids", False),
@@ -168,11 +168,10 @@ def _stop(name: str, value: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
-    """An object of token ids, written as texts, and what is added to their scores."""
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) and key.isdecimal() for key in value):
-        raise _wrong(name, "an object that has token ids for its names", value)
-    return tuple((int(key), _number(f"{name}.{key}", bias)) for key, bias in value.items())
+def _logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, Mapping) or not all(token.isdecimal() and token.isascii() for token in value):
+        raise _wrong(name, "an object from token ids to numbers", value)
+    return tuple((int(token), _number(f"{name}.{token}", bias)) for token, bias in value.items())
 
 
 def _chosen_logprobs(name: str, value: Any) -> bool:
@@ -245,10 +244,10 @@ _COMMON: dict[str, Callable[[str, Any], Any]] = {
     "top_p": _number,
     "top_k": _whole(0, 2**31 - 1),
     "min_p": _number,
-    "repetition_penalty": _number,
-    "logit_bias": _bias,
-    "min_tokens": _whole(0, 2**31 - 1),
     "stop": _stop,
+    "min_tokens": _whole(0, 2**31 - 1),
+    "repetition_penalty": _number,
+    "logit_bias": _logit_bias,
     "stream": _boolean,
     "stream_options": _stream_options,
     "return_token_ids": _boolean,
@@ -267,9 +266,8 @@ _WITHOUT_EFFECT = frozenset(
      "prompt_cache_options", "parallel_tool_calls"]
 )  # fmt: skip
 _ONLY: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,), "presence_penalty": (0,),
-    "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
-    "function_call": ("none", "auto"), "response_format": ({"type": "text"},), "modalities": (["text"],),
-    "verbosity": ("medium",), "store": (False,), "ignore_eos": (False,),
+    "frequency_penalty": (0,), "presence_penalty": (0,), "suffix": ("",), "tools": ([],), "functions": ([],),
+    "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "response_format": ({"type": "text"},),
+    "modalities": (["text"],), "verbosity": ("medium",), "store": (False,), "ignore_eos": (False,),
 }  # fmt: skip
 """Fields that are known, with the only values that change nothing."""

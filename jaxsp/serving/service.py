@@ -65,11 +65,11 @@ class Service:
                 top_k=asked.top_k,
                 top_p=asked.top_p,
                 min_p=asked.min_p,
-                repetition_penalty=asked.repetition_penalty,
-                logit_bias=asked.logit_bias,
-                min_tokens=asked.min_tokens,
                 stop_ids=stop_ids,
                 stop_strings=(*stop_strings, *asked.stop_strings),
+                min_tokens=asked.min_tokens,
+                repetition_penalty=asked.repetition_penalty,
+                logit_bias=asked.logit_bias,
             )
             try:
                 self.engine.check(first)
