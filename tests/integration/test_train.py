@@ -246,11 +246,11 @@ def test_on_four_devices_a_run_is_the_same_within_rounding(
     arguments = ("train", game, *settings, *mesh, f"runs_dir={tmp_path}")
     done = in_process(SHOWS_ITS_SAMPLER, *arguments, XLA_FLAGS=flags)
     assert done.returncode == 0, done.stderr[-3000:]
-    # Two of four devices divide the heads, and every step's weights and cached keys lie there in the same way.
+    # Four devices divide the query heads; each holds a copy of the one of two key heads that it reads, at every step.
     shown = [line for line in done.stdout.splitlines() if line.startswith("sampler ")]
     assert set(shown) == {
-        "sampler weights on {'data': 2, 'tensor': 2}: 1 of 2 key heads, embedding whole",
-        "sampler cache on {'data': 2, 'tensor': 2}: 1 of 2 key heads",
+        "sampler weights on {'tensor': 4}: 1 of 4 key heads, embedding whole",
+        "sampler cache on {'tensor': 4}: 1 of 4 key heads",
     }
     (sharded,) = tmp_path.iterdir()
     alone, _ = train(capsys, game, *settings)
