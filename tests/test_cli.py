@@ -85,6 +85,11 @@ def test_sample_is_one_of_the_choices_and_tells_the_raw_logprobs(directory: Path
         assert all(raw <= own + 1e-5 for raw, own in zip(row["raw_logprobs"], row["logprobs"], strict=True))
 
 
+def test_raw_logprobs_without_json_have_no_place_to_go(directory: Path, capsys) -> None:
+    assert main(["sample", str(directory / "run"), "--prompt", "one", "--raw"]) == 2
+    assert capsys.readouterr().err == "jaxsp: --raw adds to the lines of --json, without --stream\n"
+
+
 def test_sample_gives_readable_text_without_json(directory: Path, capsys) -> None:
     arguments = ["sample", str(directory / "run"), "--prompt", "one", "--max-tokens", "2", "--temperature", "0"]
     (line,) = json_lines(capsys, *arguments)
@@ -247,7 +252,6 @@ USAGE_ERRORS = [
     (["sample", "{model}", "--prompt", "a", "--prompts", "b"], "not allowed with argument"),
     (["sample", "{model}", "--prompt", "a", "--max-tokens", "0"], "--max-tokens: '0' is not a whole number from 1"),
     (["sample", "{model}", "--prompt", "a", "--temperature", "nan"], "--temperature: 'nan' is not a number from 0"),
-    (["sample", "{model}", "--prompt", "a", "--raw"], "--raw adds to the lines of --json"),
     (["sample", "{model}", "--prompt", "a", "--repetition-penalty", "0"], "'0' is not a number above 0"),
     (["sample", "{model}", "--prompt", "a", "--top-p", "0"], "--top-p: '0' is not above 0 and at most 1"),
     (["sample", "{model}", "--prompt", "a", "--min-p", "1"], "--min-p: '1' is not at least 0 and below 1"),

@@ -39,7 +39,7 @@ def test_a_streamed_sample_is_the_sample(model: Path, capsys) -> None:
     whole = json.loads(output(capsys, *ask, "--json"))
     chunks = [json.loads(line) for line in output(capsys, *ask, "--stream", "--json").splitlines()]
     assert {tuple(chunk) for chunk in chunks} == {("tokens", "logprobs", "text", "finish_reason")}
-    assert len(chunks) >= 4  # the first token, then four at a time
+    assert [len(chunk["tokens"]) for chunk in chunks] == [5, 4, 4]  # the first, and then four at a time
     assert [token for chunk in chunks for token in chunk["tokens"]] == whole["tokens"]
     assert [value for chunk in chunks for value in chunk["logprobs"]] == pytest.approx(whole["logprobs"], abs=1e-5)
     assert "".join(chunk["text"] for chunk in chunks) == whole["text"]
@@ -69,6 +69,7 @@ def test_chat_reads_its_lines_from_a_pipe(model: Path, capsys, monkeypatch: pyte
     sampled = output(capsys, "sample", model, "--prompts", file, "--max-tokens", "5", "--temperature", "0", "--json")
     assert out == "".join(json.loads(line)["text"] + "\n" for line in sampled.splitlines())
     assert err.splitlines()[0].startswith("[/reset begins anew, /system TEXT") and "> " not in out + err
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     assert main([*ask[:-1], "2000"]) == 2
     message = "--max-context 2000 is more than the 1024 positions that the model was made for"
     assert capsys.readouterr().err == f"jaxsp: {message}\n"
@@ -81,15 +82,15 @@ def test_serve_answers_until_it_is_told_to_stop(model: Path) -> None:
         line = process.stdout.readline()
         assert line.startswith(f"{model}, 8 slots of 64 tokens, at http://127.0.0.1:")
         url = line.split(" at ")[1].strip()
-        with urllib.request.urlopen(f"{url}/models", timeout=60) as response:
+        with urllib.request.urlopen(f"{url}/models", timeout=300) as response:
             assert json.load(response)["data"][0]["id"] == str(model)
         body = json.dumps({"model": str(model), "prompt": "one two", "max_tokens": 50, "stream": True}).encode()
         request = urllib.request.Request(f"{url}/completions", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=300) as response:
             process.send_signal(signal.SIGTERM)
             events = response.read().decode().split("\n\n")  # an answer that has begun is finished
         assert events[-2:] == ["data: [DONE]", ""]
-        assert process.wait(60) == 0
+        assert process.wait(300) == 0
         assert process.stderr.read() == ""
 
 
@@ -109,7 +110,7 @@ def test_an_address_that_cannot_be_had_is_one_line(model: Path, capsys) -> None:
 def test_serve_without_its_extra_says_how_to_get_it() -> None:
     program = "import sys; sys.modules['uvicorn'] = None\n" + RUN_MAIN
     result = subprocess.run(
-        [sys.executable, "-c", program, "serve", "absent"], capture_output=True, text=True, timeout=120,
+        [sys.executable, "-c", program, "serve", "absent"], capture_output=True, text=True, timeout=300,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
     assert result.returncode == 1

@@ -103,12 +103,18 @@ def limit_table(rows: Sequence[Row], workloads: Sequence[Workload], config: Mapp
         prompt, outputs = len(workload.requests[0].prompt), workload.requests[0].num_outputs
         found = limits(config, len(workload.requests), prompt + (outputs + 1) / 2, measured)
         kind, target = LIMIT_TARGETS.get(workload.name, ("", 0.0))
-        for name, what in _LIMITS.items():
+        for name in _LIMITS if len(workload.requests) > 1 else _MEMORY_LIMITS:
             limit = getattr(found, name)
             share = f"{decode / limit:.0%}"
             if name == kind:
                 share += f" ({_verdict(decode / limit, target, f'{target:.0%}')})"
-            texts = [workload.title, what.format(**_describe(measured)), f"{limit:.1f}", f"{decode:.1f}", share]
+            texts = [
+                workload.title,
+                _LIMITS[name].format(**_describe(measured)),
+                f"{limit:.1f}",
+                f"{decode:.1f}",
+                share,
+            ]
             lines.append([*texts, f"{ours.median / limit:.0%}"])
     header = ["workload", "limit", "tokens/s", "jaxsp decoding", "share", "end to end"]
     return table(header, lines) if lines else "no limits: the machine or jaxsp was not measured"
@@ -167,6 +173,8 @@ _LIMITS = {
     "matrix": "products of its shapes ({products:.0f} GFLOP/s)",
     "square": "large square products ({square:.0f} GFLOP/s)",
 }
+
+_MEMORY_LIMITS = ("bandwidth", "read")  # a product with one row is nothing but reading
 
 
 def _describe(measured: Mapping[str, float]) -> dict[str, float]:
