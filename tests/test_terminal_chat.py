@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -35,6 +35,14 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, TextSide]:
     model = find_model(str(path), compute_dtype="float32")
     text = open_text_side(model.config, model.source)
     return load_engine(model, text.tokenizer, SamplerConfig(num_slots=1, max_context=256, decode_chunk=4)), text
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[Callable[[], None]]:
+    """Presses Ctrl-C, also where the tests run in the background of a shell, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
 
 
 def talk(
@@ -114,14 +122,14 @@ def test_commands(opened) -> None:
     assert written == f"{first[0]}\n{second[1]}\n"
 
 
-def test_ctrl_c_stops_the_answer_and_the_talk_goes_on(opened) -> None:
+def test_ctrl_c_stops_the_answer_and_the_talk_goes_on(opened, ctrl_c) -> None:
     num_interrupts = 0
 
     def interrupt(piece: str) -> None:
         nonlocal num_interrupts
         if num_interrupts == 0 and piece.strip():
             num_interrupts = 1
-            signal.raise_signal(signal.SIGINT)
+            ctrl_c()
 
     written, notes = talk(opened, ["Hello there", "And now?"], interrupt, max_tokens=100, temperature=0.0)
     whole, _ = talk(opened, ["Hello there"], max_tokens=100, temperature=0.0)
@@ -130,10 +138,10 @@ def test_ctrl_c_stops_the_answer_and_the_talk_goes_on(opened) -> None:
     assert opened[0].stats()["sampler/num_requests"] == 1
 
 
-def test_ctrl_c_between_answers_says_how_to_leave(opened) -> None:
+def test_ctrl_c_between_answers_says_how_to_leave(opened, ctrl_c) -> None:
     def lines() -> Iterable[str]:
         yield "one"
-        signal.raise_signal(signal.SIGINT)
+        ctrl_c()
 
     written, notes = talk(opened, lines())
     assert notes[-1] == "/exit or Ctrl-D leaves" and written.endswith("\n")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_sampler import assert_same_samples, generate_all, prompt, text_of, tiny_engine, tiny_params
 
@@ -59,7 +59,7 @@ STOPS = {
 }  # fmt: skip
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 @pytest.mark.parametrize("name", ALPHABETS)
 def test_text_given_out_early_is_how_the_completion_begins(decoders, name: str, data: st.DataObject) -> None:
