@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -34,6 +35,8 @@ FORMAT_VERSION = 1
 _STEP_DIRECTORY = re.compile(r"step_(\d{6,})")
 _PARTIAL = ".orbax-checkpoint-tmp"  # what Orbax appends to a name while it writes
 _DELETED = ".deleted"
+# What Python says of the writes that Orbax never began because one beside them failed
+_ABANDONED_WRITE = r"coroutine '.*(serialize|fragment|shard).*' was never awaited"
 
 
 class Checkpointer:
@@ -397,6 +400,7 @@ def _quiet_orbax() -> Callable[[], None]:
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_is_wanted)  # adds a filter once only
+    warnings.filterwarnings("ignore", _ABANDONED_WRITE, RuntimeWarning)
     previous = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:

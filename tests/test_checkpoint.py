@@ -1,11 +1,13 @@
 """Checkpoints: equal bits on any mesh, never a half one, and one message when the disk or the file is bad."""
 
 import fcntl
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import jax
@@ -243,7 +245,21 @@ def test_a_disk_without_space_is_one_message_and_leaves_no_partial_checkpoint(tm
     for line, step in zip(lines, (2, 3, 4), strict=True):
         assert f"in {tmp_path}: checkpoint {step} needs up to 0.008 GB" in line
         assert "checkpoint.keep" in line and "complete ones: [1]" in line
-    assert "Traceback" not in result.stderr
+    assert not result.stderr
+
+
+def test_writes_that_orbax_abandons_print_nothing_and_forgotten_coroutines_of_others_do(tmp_path):
+    async def write_fragment() -> None: ...
+
+    async def forgotten() -> None: ...
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Checkpointer(tmp_path, keep=1):
+            write_fragment()  # pyright: ignore[reportUnusedCoroutine]
+            forgotten()  # pyright: ignore[reportUnusedCoroutine]
+            gc.collect()
+    assert ["forgotten" in str(warning.message) for warning in caught] == [True]
 
 
 def test_damaged_checkpoints_are_named_with_the_step_to_go_on_from(tmp_path, capfd):
@@ -325,6 +341,7 @@ def test_a_directory_that_cannot_be_made_is_one_message(tmp_path):
 def test_a_run_directory_belongs_to_one_process_until_it_ends(tmp_path):
     program = """
 import sys
+import warnings
 from jaxsp.checkpoint import RunLock
 with RunLock(sys.argv[1]):
     print("held", flush=True)
