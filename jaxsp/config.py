@@ -75,10 +75,13 @@ class SamplerConfig:
     wait and are computed again."""
     max_waiting: int | None = None
     """Requests in the queue for a slot; further ones wait to be queued, in their order. null: 16 for each slot."""
-    attention: Literal["auto", "xla", "tpu", "gpu"] = "auto"
+    attention: Literal["auto", "cpu", "gpu", "tpu", "xla"] = "auto"
     """How decoding reads the KV cache. `xla` gathers each row's pages once for `decode_chunk` tokens, on any platform;
     `tpu` and `gpu` are kernels that read the pages in place, for head sizes of a multiple of 128 and of a power of 2;
     `auto` is the kernel of the platform where it can run, else `xla`."""
+    products: Literal["auto", "cpu", "xla"] = "auto"
+    """What multiplies with the weights. `cpu` is a C kernel for float32 on one CPU device, which a C compiler builds at
+    first use; `auto` is `cpu` where it can run, else `xla`."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ decode faster). The forward pass returns hidden states; logits are made only whe
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -46,13 +47,17 @@ class Projection(nnx.Module):
         fan_in = 1
         for size in in_shape:
             fan_in *= size
-        self.num_in = len(in_shape)
+        self.num_in, self.out_shape = len(in_shape), tuple(out_shape)
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (*in_shape, *out_shape)) * fan_in**-0.5)
-        self.bias = nnx.Param(jnp.zeros(tuple(out_shape))) if has_bias else None
+        self.bias = nnx.Param(jnp.zeros(self.out_shape)) if has_bias else None
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         y = jnp.tensordot(x, self.kernel[...].astype(x.dtype), axes=self.num_in)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+
+
+Project = Callable[[Array, Sequence[Projection]], list[Array]]
+"""`project(x, projections)`: what each of them makes of `x`, as `Projection.__call__` does."""
 
 
 class Layer(nnx.Module):
@@ -73,20 +78,27 @@ class Layer(nnx.Module):
         self.down = Projection([sizes.mlp_dim], [embed], rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "B L D"], angles: tuple[Array, Array], attend: Attend, cache: Any
+        self,
+        x: Float[Array, "B L D"],
+        angles: tuple[Array, Array],
+        attend: Attend,
+        cache: Any,
+        project: Project,
     ) -> tuple[Float[Array, "B L D"], Any]:
         normed = self.attention_norm(x)
         with jax.named_scope("qkv"):
-            q, k, v = self.q(normed), self.k(normed), self.v(normed)
+            q, k, v = project(normed, (self.q, self.k, self.v))
             if self.q_norm is not None and self.k_norm is not None:
                 q, k = self.q_norm(q), self.k_norm(k)
             q, k = rotate(q, *angles), rotate(k, *angles)
         with jax.named_scope("attention"):
             attended, cache = attend(q, k, v, cache)
-            x = x + self.o(attended)
+            (out,) = project(attended, (self.o,))
+            x = x + out
         with jax.named_scope("mlp"):
-            normed = self.mlp_norm(x)
-            return x + self.down(jax.nn.silu(self.gate(normed)) * self.up(normed)), cache
+            gate, up = project(self.mlp_norm(x), (self.gate, self.up))
+            (out,) = project(jax.nn.silu(gate) * up, (self.down,))
+            return x + out, cache
 
 
 class Outside(nnx.Module):
@@ -154,6 +166,38 @@ def logical_axes(sizes: DecoderSizes) -> Params:
     return jax.tree_util.tree_map_with_path(names, abstract_params(sizes))
 
 
+def exact_products(dtype: Any) -> AbstractContextManager[None]:
+    """Within it, products of float32 are traced as such: accelerators would round their factors to 10 bits or to 7."""
+    return jax.default_matmul_precision("highest") if dtype == jnp.float32 else nullcontext()
+
+
+def logits(params: Params, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
+    """Float32 scores of every next token: products in the hidden states' dtype, sums in float32."""
+    table, axis = (params["lm_head"]["kernel"], 0) if "lm_head" in params else (params["embed"], 1)
+    contracted = (((hidden.ndim - 1,), (axis,)), ((), ()))
+    with exact_products(hidden.dtype):
+        return jax.lax.dot_general(hidden, table.astype(hidden.dtype), contracted, preferred_element_type=jnp.float32)
+
+
+@dataclass(frozen=True)
+class Products:
+    """What multiplies with a decoder's weights, and so decides how they lie in memory."""
+
+    project: Project
+    look_up: Callable[[Array, Array], Array]
+    """`(params["embed"], tokens [...]) -> embeddings [..., D]`."""
+    logits: Callable[[DecoderSizes, Params, Array], Array]
+    """`(sizes, params, hidden [..., D]) -> scores [..., V]`, as `logits` gives them."""
+
+
+PLAIN = Products(
+    project=lambda x, projections: [projection(x) for projection in projections],
+    look_up=lambda embed, tokens: embed[tokens],
+    logits=lambda sizes, params, hidden: logits(params, hidden),
+)
+"""XLA's products with weights as `init_params` makes them."""
+
+
 def hidden_states(
     sizes: DecoderSizes,
     params: Params,
@@ -164,22 +208,24 @@ def hidden_states(
     *,
     compute_dtype: Any = jnp.float32,
     remat: bool = False,
+    products: Products = PLAIN,
 ) -> tuple[Float[Array, "B L D"], Any]:
     """Normed hidden states of the last layer, and the new caches.
 
     `caches` holds one entry per layer: stacked on a leading axis where `params["layers"]` is stacked, a list where it
-    is a list; None where `attend` keeps nothing. `remat` recomputes each layer in the backward pass.
+    is a list; None where `attend` keeps nothing. `remat` recomputes each layer in the backward pass. `products` are
+    those that `params` are laid out for.
     """
     graph = nnx.graphdef(nnx.eval_shape(lambda: Layer(sizes, rngs=nnx.Rngs(0))))
     angles = rotation_angles(sizes.rope, sizes.head_dim, positions)
 
     def apply_layer(x: Array, layer_params: Params, cache: Any) -> tuple[Array, Any]:
         with exact_products(compute_dtype):
-            return nnx.merge(graph, layer_params)(x, angles, attend, cache)
+            return nnx.merge(graph, layer_params)(x, angles, attend, cache, products.project)
 
     if remat:
         apply_layer = jax.checkpoint(apply_layer)
-    x = params["embed"][tokens].astype(compute_dtype)
+    x = products.look_up(params["embed"], tokens).astype(compute_dtype)
     if isinstance(params["layers"], list):
         new_caches = []
         for index, layer_params in enumerate(params["layers"]):
@@ -192,19 +238,6 @@ def hidden_states(
     outside = RMSNorm(sizes.embed_dim, sizes.rms_eps, rngs=nnx.Rngs(0))
     outside.scale[...] = params["final_norm"]["scale"]
     return outside(x), new_caches
-
-
-def exact_products(dtype: Any) -> AbstractContextManager[None]:
-    """Within it, products of float32 are traced as such: accelerators would round their factors to 10 bits or to 7."""
-    return jax.default_matmul_precision("highest") if dtype == jnp.float32 else nullcontext()
-
-
-def logits(params: Params, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
-    """Float32 scores of every next token: products in the hidden states' dtype, sums in float32."""
-    table, axis = (params["lm_head"]["kernel"], 0) if "lm_head" in params else (params["embed"], 1)
-    contracted = (((hidden.ndim - 1,), (axis,)), ((), ()))
-    with exact_products(hidden.dtype):
-        return jax.lax.dot_general(hidden, table.astype(hidden.dtype), contracted, preferred_element_type=jnp.float32)
 
 
 def scalar_scores(

@@ -19,12 +19,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsp.config import UserError
 from jaxsp.model.decoder import Params
 from jaxsp.model.sizes import DecoderSizes
 from jaxsp.sampler.batch import Batch, BatchSettings, Sample
+from jaxsp.sampler.cpu_products import choose_products
 from jaxsp.sampler.paged_attention import Implementation, choose
 from jaxsp.sampler.programs import Programs, make_programs
 from jaxsp.sampler.scheduler import Counts, Ending, check_request
@@ -56,11 +57,12 @@ class Engine:
         programs: Programs,
         settings: BatchSettings,
         param_shardings: Params | None,
+        panel: int | None,
         steps_in_thread: bool,
         max_waiting: int,
     ) -> None:
         self._sizes, self._programs, self._settings = sizes, programs, settings
-        self._param_shardings, self._steps_in_thread = param_shardings, steps_in_thread
+        self._param_shardings, self._panel, self._steps_in_thread = param_shardings, panel, steps_in_thread
         self._max_in_flight = settings.num_slots + max_waiting
         self._params: Params | None = None
         self._policy_version = -1
@@ -94,6 +96,7 @@ class Engine:
             self._settings.compute_dtype,
             self._param_shardings,
             num_kv_heads=self._sizes.num_kv_heads,
+            panel=self._panel,
             consumes=consumes,
         )
         self._policy_version = policy_version
@@ -311,6 +314,7 @@ def make_engine(
     page_tokens: int | None = None,
     cache_tokens: int | None = None,
     attention: str | Implementation = "auto",
+    products: str = "auto",
     mesh: Mesh | None = None,
     steps_in_thread: bool = False,
     max_waiting: int | None = None,
@@ -328,14 +332,14 @@ def make_engine(
         page_tokens: tokens of a page of the KV cache: what sharing and eviction come in; None: what `attention` likes.
         cache_tokens: tokens that the KV cache holds; None: `num_slots * max_context`.
         attention: how decoding reads the cache: `auto`, or one of `jaxsp.sampler.paged_attention.IMPLEMENTATIONS`.
+        products: what multiplies with the weights: `auto`, `cpu` or `xla` (`jaxsp.sampler.cpu_products`).
         mesh: local devices to shard over (`jaxsp.mesh`); None: the default device.
         steps_in_thread: whether the event loop runs on while the devices work. What joins which step then depends on
             the time that steps take: tokens stay the same, batches and the last bits may not.
-
         max_waiting: requests in the queue for a slot; further ones wait to be queued. None: 16 for each slot.
 
     Raises `UserError` naming the setting that is wrong, `UsageError` where the decoder does not divide over the mesh,
-    or `attention` cannot run.
+    or `attention` or `products` cannot run.
     """
     cache_tokens = num_slots * max_context if cache_tokens is None else cache_tokens
     named = {
@@ -359,9 +363,13 @@ def make_engine(
     if mesh is not None:
         sizes = sampler_sizes(sizes, mesh)
         param_shardings, kv_sharding = sampler_shardings(sizes, mesh)
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    chosen = choose_products(products, device, 1 if mesh is None else mesh.size, compute_dtype)
+    if mesh is not None and chosen.panel is not None:  # one device: no axis of anything is split
+        param_shardings = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), param_shardings)
     implementation, page_tokens = choose(
-        attention, jax.devices()[0] if mesh is None else mesh.devices.flat[0], num_slots=num_slots,
-        max_context=max_context, page_tokens=page_tokens, head_dim=sizes.head_dim, dtype=compute_dtype,
+        attention, device, num_slots=num_slots, max_context=max_context, page_tokens=page_tokens,
+        head_dim=sizes.head_dim, dtype=compute_dtype,
     )  # fmt: skip
     settings = BatchSettings(
         num_slots=num_slots,
@@ -374,9 +382,11 @@ def make_engine(
         compute_dtype=compute_dtype,
         decode_text=decode_text,
     )
-    programs = make_programs(sizes, compute_dtype, page_tokens, decode_chunk, kv_sharding, implementation)
+    programs = make_programs(
+        sizes, compute_dtype, page_tokens, decode_chunk, kv_sharding, implementation, chosen.products
+    )
     max_waiting = 16 * num_slots if max_waiting is None else max_waiting
-    return Engine(sizes, programs, settings, param_shardings, steps_in_thread, max_waiting)
+    return Engine(sizes, programs, settings, param_shardings, chosen.panel, steps_in_thread, max_waiting)
 
 
 def _look_at(task: asyncio.Task[None]) -> None:

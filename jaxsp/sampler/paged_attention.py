@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxsp.config import UsageError
 from jaxsp.model import decoder
 from jaxsp.model.attention import QUERY_CHUNK, attention, chunked_attention
-from jaxsp.sampler import gpu_attention, tpu_attention
+from jaxsp.sampler import cpu_attention, gpu_attention, tpu_attention
 
 Cache = list[tuple[Array, Array]]
 
@@ -84,11 +84,16 @@ def _gpu_complaint(shape: CacheShape) -> str | None:
     return None
 
 
+def _cpu_complaint(shape: CacheShape) -> str | None:
+    return cpu_attention.complaint(shape.head_dim, jnp.dtype(shape.dtype))
+
+
 IMPLEMENTATIONS = {
     implementation.name: implementation
     for implementation in (
         Implementation("tpu", "tpu", 64, True, _tpu_complaint, tpu_attention.decode_attention),
         Implementation("gpu", "gpu", 16, False, _gpu_complaint, gpu_attention.decode_attention),
+        Implementation("cpu", "cpu", 16, False, _cpu_complaint, cpu_attention.decode_attention),
         Implementation("xla", None, 16, False, lambda shape: None, None),
     )
 }

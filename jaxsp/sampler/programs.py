@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxsp.model import decoder
-from jaxsp.model.decoder import Params
+from jaxsp.model.decoder import PLAIN, Params, Products
 from jaxsp.model.sizes import DecoderSizes
 from jaxsp.sampler.paged_attention import (
     IMPLEMENTATIONS,
@@ -74,8 +74,11 @@ def make_programs(
     decode_chunk: int,
     kv_sharding: NamedSharding | None,
     implementation: Implementation = IMPLEMENTATIONS["xla"],
+    products: Products = PLAIN,
 ) -> Programs:
     """The programs for one decoder. The same arguments give the same object, so a second engine compiles nothing."""
+    hidden_states = functools.partial(decoder.hidden_states, sizes, compute_dtype=compute_dtype, products=products)
+    logits = functools.partial(products.logits, sizes)
 
     def constrain(cache: Any) -> Any:
         if kv_sharding is None:
@@ -88,19 +91,22 @@ def make_programs(
         return [(keys, values) for keys, values in zeros]
 
     def prefill(params: Params, cache: Cache, tokens: Array, start: Array, count: Array, table: Array) -> Any:
-        cache, hidden = _prefill(sizes, compute_dtype, implementation, params, cache, tokens, start, count, table)
+        cache, hidden = _prefill(hidden_states, implementation, params, cache, tokens, start, count, table)
         return constrain(cache), hidden
 
+    def seen_before(edits: ScoreEdits | None) -> Array | None:
+        return None if edits is None else seen_at_first(edits, sizes.vocab_size)
+
     def first_tokens(params: Params, hidden: Array, slots: Slots, edits: ScoreEdits | None) -> Drawn:
-        seen = None if edits is None else seen_at_first(edits, sizes.vocab_size)
-        return _sample(decoder.logits(params, hidden), slots, edits, seen)
+        return _sample(logits(params, hidden), slots, edits, seen_before(edits))
 
     def decode(
         params: Params, cache: Cache, table: Array, slots: Slots, edits: ScoreEdits | None, stop_at: Array
     ) -> Any:
         cache, *rest = _decode(
-            sizes, compute_dtype, decode_chunk, implementation, kv_sharding, params, cache, table, slots, edits, stop_at
-        )
+            hidden_states, logits, decode_chunk, implementation, kv_sharding, params, cache, table, slots, edits,
+            seen_before(edits), stop_at,
+        )  # fmt: skip
         return constrain(cache), *rest
 
     def copy_pages(cache: Cache, source: Array, target: Array) -> Cache:
@@ -116,8 +122,7 @@ def make_programs(
 
 
 def _prefill(
-    sizes: DecoderSizes,
-    compute_dtype: Any,
+    hidden_states: Callable[..., tuple[Array, Any]],
     implementation: Implementation,
     params: Params,
     cache: Cache,
@@ -134,13 +139,13 @@ def _prefill(
     offset = jnp.arange(tokens.shape[1])
     position = start[:, None] + offset
     attend = prefill_attend(implementation, table, position, offset < count[:, None])
-    states, cache = decoder.hidden_states(sizes, params, tokens, position, attend, cache, compute_dtype=compute_dtype)
+    states, cache = hidden_states(params, tokens, position, attend, cache)
     return cache, jnp.take_along_axis(states, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
 
 
 def _decode(
-    sizes: DecoderSizes,
-    compute_dtype: Any,
+    hidden_states: Callable[..., tuple[Array, Any]],
+    logits: Callable[[Params, Array], Array],
     decode_chunk: int,
     implementation: Implementation,
     kv_sharding: NamedSharding | None,
@@ -149,6 +154,7 @@ def _decode(
     table: Int[Array, "B W"],
     slots: Slots,
     edits: ScoreEdits | None,
+    seen: Bool[Array, "B V"] | None,
     stop_at: Int[Array, ""],
 ) -> tuple[Cache, Drawn, Int[Array, " B"], Int[Array, ""]]:
     """Up to `decode_chunk` tokens for every active row, fewer if at most `stop_at` rows are still active.
@@ -166,10 +172,8 @@ def _decode(
     def one_token(state: tuple[Any, ...]) -> tuple[Any, ...]:
         step, slots, edits, seen, rows, drawn, num_new = state
         attend = decode_attend(implementation, kv_sharding, table, slots.length, slots.is_active)
-        hidden, rows = decoder.hidden_states(
-            sizes, params, slots.last_token[:, None], slots.length[:, None], attend, rows, compute_dtype=compute_dtype
-        )
-        one_drawn = _sample(decoder.logits(params, hidden[:, 0]), slots, edits, seen)
+        hidden, rows = hidden_states(params, slots.last_token[:, None], slots.length[:, None], attend, rows)
+        one_drawn = _sample(logits(params, hidden[:, 0]), slots, edits, seen)
         token = one_drawn.tokens
         drawn = jax.tree.map(
             lambda all_, new: jax.lax.dynamic_update_slice(all_, new[:, None], (0, step)), drawn, one_drawn
@@ -188,7 +192,6 @@ def _decode(
         )
         return step + 1, slots, edits, seen, rows, drawn, num_new + one
 
-    seen = None if edits is None else seen_at_first(edits, sizes.vocab_size)
     details = () if edits is None else (jnp.zeros((num_rows, decode_chunk)),) * 2
     drawn = Drawn(jnp.zeros((num_rows, decode_chunk), jnp.int32), jnp.zeros((num_rows, decode_chunk)), *details)
     start = (jnp.int32(0), slots, edits, seen, rows, drawn, jnp.zeros(num_rows, jnp.int32))

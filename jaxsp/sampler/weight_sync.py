@@ -2,10 +2,13 @@
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxsp.config import UsageError
@@ -20,6 +23,7 @@ def to_sampler_layout(
     shardings: Params | None = None,
     *,
     num_kv_heads: int | None = None,
+    panel: int | None = None,
     consumes: bool = False,
 ) -> Params:
     """A copy of `params` with `layers` unstacked into a list and weights in `compute_dtype`, resharded on device.
@@ -27,6 +31,7 @@ def to_sampler_layout(
     Norm scales stay as they are: the decoder applies them in float32, and the learner's are not rounded either.
     `shardings` has the shape of the result (`sampler_shardings` makes it); None leaves the placement to the compiler.
     `num_kv_heads` is how many kv heads the result has: each that `params` has, several times over (`sampler_sizes`).
+    `panel` lays weights out for `jaxsp/sampler/cpu_products.py`, in panels of so many columns (`in_panels`).
     The result shares no buffer with `params`, which the learner may donate to its next update. `consumes` deletes each
     array of `params` once it is converted: beside the result, only one parameter of all layers exists at a time.
     """
@@ -36,7 +41,8 @@ def to_sampler_layout(
         dtype = leaf.dtype if is_norm_scale else jnp.dtype(compute_dtype)
         is_of_kv_heads = any(part.key in ("k", "v") for part in path[1:2])
         copies = num_kv_heads // leaf.shape[-2] if num_kv_heads and is_of_kv_heads else 1
-        converted = _conversion(path[0].key == "layers", dtype, sharding, copies)(leaf)
+        layout = None if panel is None else _layout(tuple(part.key for part in path), panel)
+        converted = _conversion(path[0].key == "layers", dtype, sharding, copies, layout)(leaf)
         if consumes:
             jax.block_until_ready(converted)
             leaf.delete()
@@ -87,17 +93,39 @@ def sampler_shardings(sizes: DecoderSizes, mesh: Mesh | AbstractMesh) -> tuple[P
     return unstacked, kv_sharding
 
 
+def in_panels(kernel: Array, num_in: int, panel: int) -> Array:
+    """`[num_panels, in, panel]` of a kernel whose first `num_in` axes are contracted: its columns, zeros after them."""
+    matrix = kernel.reshape(math.prod(kernel.shape[:num_in]), -1)
+    matrix = jnp.pad(matrix, ((0, 0), (0, -matrix.shape[1] % panel)))
+    return matrix.reshape(matrix.shape[0], -1, panel).swapaxes(0, 1)
+
+
+def _layout(path: tuple[str, ...], panel: int) -> Callable[[Array], Array] | None:
+    """What lays out the parameter of this name (of one layer); None: it stays as it is."""
+    if path[-1] not in ("embed", "kernel"):
+        return None
+    return _panel_layout(path[-1] == "embed", 2 if "o" in path else 1, panel)
+
+
 @functools.cache
-def _conversion(is_stacked: bool, dtype: Any, sharding: NamedSharding | None, copies: int) -> Any:
+def _panel_layout(is_table: bool, num_in: int, panel: int) -> Callable[[Array], Array]:
+    return lambda kernel: in_panels(kernel.T if is_table else kernel, num_in, panel)
+
+
+@functools.cache
+def _conversion(
+    is_stacked: bool, dtype: Any, sharding: NamedSharding | None, copies: int, layout: Callable[[Array], Array] | None
+) -> Any:
     """A jitted `array -> array`, or `array [layers, ...] -> list of arrays`, in `dtype`; never the array itself.
 
-    Each head of an array `[..., heads, H]` comes `copies` times.
+    Each head of an array `[..., heads, H]` comes `copies` times; `layout` makes of each array what is kept.
     """
 
     def convert(leaf: jax.Array) -> Any:
         leaf = jnp.copy(leaf.astype(dtype))
         if copies > 1:
             leaf = jnp.repeat(leaf, copies, axis=-2)
-        return [leaf[i] for i in range(leaf.shape[0])] if is_stacked else leaf
+        lay_out = layout or (lambda array: array)
+        return [lay_out(leaf[i]) for i in range(leaf.shape[0])] if is_stacked else lay_out(leaf)
 
     return jax.jit(convert, out_shardings=sharding)

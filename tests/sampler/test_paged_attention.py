@@ -1,7 +1,9 @@
 """The kernels that decode in the cache's pages, in Pallas's interpreter, against XLA; and which of them is chosen."""
 
 import functools
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,12 @@ the last two have ended."""
 IS_ACTIVE = [True, True, True, True, True, False, False]
 
 
+def by_kernel(name: str) -> Callable[..., Any]:
+    decode = (IMPLEMENTATIONS["cpu"] if name == "cpu" else interpreted(name)).decode
+    assert decode is not None
+    return decode
+
+
 def expected_decode(q, k, v, keys, values, table, length, is_active):
     """The same by gathering and whole products."""
     page = np.where(is_active, table[np.arange(len(table)), length // PAGE], len(keys))
@@ -33,8 +41,11 @@ def expected_decode(q, k, v, keys, values, table, length, is_active):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 2e-6), (jnp.bfloat16, 2e-2)])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"),
+    [("cpu", jnp.float32, 2e-6), *((name, jnp.float32, 2e-6) for name in KERNELS),
+     *((name, jnp.bfloat16, 2e-2) for name in KERNELS)],
+)  # fmt: skip
 def test_a_kernel_gives_what_xla_gives_and_writes_only_the_new_tokens(name, dtype, tolerance, head_dim):
     """In bfloat16 the sums' order and the weights' rounding leave 1/128 of values near 1, hence 2e-2."""
     num_rows, num_kv_heads, num_pages = len(LENGTHS), 2, len(LENGTHS) * WIDTH + 3
@@ -50,9 +61,7 @@ def test_a_kernel_gives_what_xla_gives_and_writes_only_the_new_tokens(name, dtyp
     table[1, 1:] = table[0, 1:] = 0  # what is past a row's tokens names somebody else's page
     length, is_active = np.array(LENGTHS, np.int32), np.array(IS_ACTIVE)
     arguments = (q, k, v, keys, values, table, length, is_active)
-    decode = interpreted(name).decode
-    assert decode is not None
-    out, *cache = jax.jit(decode)(*arguments)
+    out, *cache = jax.jit(by_kernel(name))(*arguments)
     expected, *expected_cache = expected_decode(*arguments)
     np.testing.assert_allclose(
         np.asarray(out, np.float32)[is_active], np.asarray(expected, np.float32)[is_active], atol=tolerance
@@ -60,6 +69,39 @@ def test_a_kernel_gives_what_xla_gives_and_writes_only_the_new_tokens(name, dtyp
     assert np.isfinite(np.asarray(out, np.float32)).all()
     for found, wanted in zip(cache, expected_cache, strict=True):
         np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(wanted, np.float32))
+
+
+def test_a_row_of_many_blocks_attends_on_a_cpu_as_exact_arithmetic_does():
+    """700 tokens are three of its blocks; groups of 1, 5 and 8 query heads are parted differently."""
+    rng, num_pages, length = np.random.default_rng(0), 60, 699
+    table = rng.permutation(num_pages)[:44].reshape(1, 44).astype(np.int32)
+    for group in (1, 5, 8):
+        q = rng.normal(size=(1, 2 * group, 32)).astype(np.float32) * 3
+        k, v = (rng.normal(size=(1, 2, 32)).astype(np.float32) for _ in range(2))
+        keys, values = (rng.normal(size=(num_pages, 2, PAGE, 32)).astype(np.float32) for _ in range(2))
+        found = jax.jit(by_kernel("cpu"))(q, k, v, keys, values, table, np.array([length], np.int32), np.array([True]))[
+            0
+        ]
+        whole = []
+        for pages, new in ((keys, k), (values, v)):
+            rows = pages[table[0]].swapaxes(0, 1).reshape(2, -1, 32)[:, : length + 1].astype(np.float64)
+            rows[:, length] = new[0]
+            whole.append(rows)
+        scores = np.einsum("kgh,ksh->kgs", q[0].reshape(2, group, 32).astype(np.float64), whole[0]) / np.sqrt(32)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        wanted = np.einsum("kgs,ksh->kgh", weights / weights.sum(-1, keepdims=True), whole[1])
+        np.testing.assert_allclose(np.asarray(found[0]).reshape(wanted.shape), wanted, atol=2e-6)
+
+
+def test_a_score_that_is_not_a_number_makes_a_row_of_such_on_a_cpu():
+    """Else weights that went to infinity would be sampled from without a word."""
+    q = np.ones((2, 2, 16), np.float32)
+    q[1, 1, 3] = np.nan
+    new, pages = np.ones((2, 2, 16), np.float32), np.ones((4, 2, PAGE, 16), np.float32)
+    table, length = np.arange(4, dtype=np.int32).reshape(2, 2), np.array([20, 20], np.int32)
+    found = np.asarray(jax.jit(by_kernel("cpu"))(q, new, new, pages, pages, table, length, np.array([True, True]))[0])
+    assert np.isnan(found[1, 1]).all()
+    np.testing.assert_array_equal(found[0], np.ones((2, 16)))
 
 
 @pytest.mark.parametrize("start", [0, 5, 16, 20])
@@ -87,12 +129,12 @@ REQUESTS = [GenerateRequest(prompt(i // 2, 23 + 4 * (i // 2)), i, 3 + 9 * (i % 2
 
 @functools.cache
 def samples_of_xla():
-    return generate_all(tiny_engine(None, **SCARCE), REQUESTS)
+    return generate_all(tiny_engine(None, attention="xla", products="xla", **SCARCE), REQUESTS)
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", ["cpu", *KERNELS])
 def test_an_engine_with_a_kernel_samples_what_one_with_xla_samples(name):
-    engine = tiny_engine(None, attention=interpreted(name), **SCARCE)
+    engine = tiny_engine(None, attention="cpu" if name == "cpu" else interpreted(name), **SCARCE)
     assert_same_samples(generate_all(engine, REQUESTS), samples_of_xla())
     assert engine.stats()["sampler/num_shared_prompt_tokens"] > 0
 
@@ -105,6 +147,8 @@ FITTING = {"num_slots": 64, "max_context": 40_960, "page_tokens": None, "head_di
     ("platform", "changes", "name", "page_tokens"),
     [
         ("cpu", {}, "xla", 16),
+        ("cpu", {"dtype": jnp.float32}, "cpu", 16),
+        ("cpu", {"dtype": jnp.float32, "head_dim": 12}, "xla", 16),
         ("tpu", {}, "tpu", 64),
         ("gpu", {}, "gpu", 16),
         ("gpu", {"page_tokens": 32}, "gpu", 32),
@@ -139,7 +183,15 @@ def test_a_gpu_that_pallas_does_not_know_decodes_by_xla():
         ("tpu", "tpu", {"page_tokens": 24}, "pages of a multiple of 16 tokens, and sampler.page_tokens = 24"),
         ("tpu", "tpu", {"page_tokens": 16}, "make 655360; raise sampler.page_tokens"),
         ("gpu", "gpu", {"head_dim": 96}, "a power of 2 and at least 16, and the model's is 96"),
-        ("cudnn", "gpu", {}, "sampler.attention = cudnn is none of auto, tpu, gpu, xla"),
+        ("cpu", "gpu", {}, "sampler.attention = cpu runs on cpu, and the devices here are gpu"),
+        ("cpu", "cpu", {}, "sampler.attention = cpu computes in float32, and model.compute_dtype is bfloat16"),
+        (
+            "cpu",
+            "cpu",
+            {"dtype": jnp.float32, "head_dim": 12},
+            "cpu needs a head size that is a multiple of [0-9]+, and",
+        ),
+        ("cudnn", "gpu", {}, "sampler.attention = cudnn is none of auto, tpu, gpu, cpu, xla"),
     ],
 )
 def test_an_implementation_that_cannot_run_is_refused_by_name(wanted, platform, changes, message):

@@ -114,16 +114,24 @@ REQUESTS = st.lists(
     ),
     min_size=1, max_size=10,
 )  # fmt: skip
-ENGINE = tiny_engine(PARAMS, **SCARCE)
+ENGINES = {
+    "auto": tiny_engine(PARAMS, **SCARCE),
+    "xla": tiny_engine(PARAMS, attention="xla", products="xla", **SCARCE),
+}
 
 
+@pytest.mark.parametrize("kernels", ENGINES)
 @given(REQUESTS, st.lists(st.integers(0, 9), max_size=3), st.lists(st.integers(0, 6), min_size=10, max_size=10))
-@settings(max_examples=25, deadline=None)
-def test_whatever_arrives_stops_or_is_cancelled_the_others_get_the_reference_samples(requests, cancelled, delays):
+@settings(max_examples=15, deadline=None)
+def test_whatever_arrives_stops_or_is_cancelled_the_others_get_the_reference_samples(
+    kernels, requests, cancelled, delays
+):
+    engine = ENGINES[kernels]
+
     async def one(index: int, request: GenerateRequest) -> Completion:
         for _ in range(20 * delays[index]):
             await asyncio.sleep(0)
-        return await ENGINE.generate(request)
+        return await engine.generate(request)
 
     async def run() -> list[Completion | BaseException]:
         tasks = [asyncio.create_task(one(index, request)) for index, request in enumerate(requests)]
@@ -143,7 +151,7 @@ def test_whatever_arrives_stops_or_is_cancelled_the_others_get_the_reference_sam
         else:
             assert isinstance(found, Completion)
             assert_same_samples([found], [reference_sample(PARAMS, request)])
-    assert is_at_rest(ENGINE)
+    assert is_at_rest(engine)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from tests.tiny import random_params, whole_logits
 
 SIZES = DecoderSizes(
     model_type="qwen3", vocab_size=160, embed_dim=32, mlp_dim=48, num_layers=2, num_heads=4, num_kv_heads=2,
-    head_dim=8, rms_eps=1e-6, rope=Rope(1e4), max_positions=1024, has_tied_embeddings=True, has_qk_norm=True,
+    head_dim=16, rms_eps=1e-6, rope=Rope(1e4), max_positions=1024, has_tied_embeddings=True, has_qk_norm=True,
 )  # fmt: skip
 
 

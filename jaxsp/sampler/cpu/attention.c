@@ -1,0 +1,196 @@
+// Decoding attention in the pages of the cache: writes a new token's key and value, then looks at all tokens of its row.
+//
+// A page holds, for each kv head, page_tokens keys (or values) of head_dim numbers. Nothing but what a row has is read.
+
+#include "kernels.h"
+
+#define MOST_HEADS 4  // query heads that look at a key while it is in a register
+#define MOST_VECS (ROWS / 3)  // registers of a head's sums; all of them stay in registers
+#define BLOCK 256    // tokens whose scores exist at one time
+
+typedef struct {
+  const float *q, *k, *v;
+  float *out, *keys, *values;
+  const int *table, *length;
+  const _Bool *is_active;
+  long num_kv_heads, group, head_dim, page_tokens, row_pages;
+} task;
+
+static float *at(const task *task, float *cache, long row, long head, long position) {
+  long page = task->table[row * task->row_pages + position / task->page_tokens];
+  return cache + ((page * task->num_kv_heads + head) * task->page_tokens + position % task->page_tokens) * task->head_dim;
+}
+
+// Tokens from `position` on that stand in one page and before `end`.
+static long run(const task *task, long position, long end) {
+  long rest = task->page_tokens - position % task->page_tokens;
+  return rest < end - position ? rest : end - position;
+}
+
+INLINE float total(vec v) {
+  typedef float eight __attribute__((vector_size(32))), four __attribute__((vector_size(16)));
+#if LANES == 16
+  eight e = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+            __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+#elif LANES == 8
+  eight e = v;
+#endif
+#if LANES >= 8
+  four f = __builtin_shufflevector(e, e, 0, 1, 2, 3) + __builtin_shufflevector(e, e, 4, 5, 6, 7);
+#else
+  four f = v;
+#endif
+  return (f[0] + f[2]) + (f[1] + f[3]);
+}
+
+// exp(x) for x <= 0, within 2 units in the last place, and 0 below -87: 2^n times a polynomial of the rest (Moshier,
+// Cephes, expf).
+INLINE vec exponential(vec x) {
+  typedef int ints __attribute__((vector_size(4 * LANES), may_alias));
+  const float shifter = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, which the last bits then hold
+  ints is_tiny = x < -87.0f;
+  x = (vec)(~is_tiny & (ints)x);
+  vec shifted = x * 1.44269504f + shifter, n = shifted - shifter;
+  vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  ints power = ((ints)shifted - 0x4B400000 + 127) << 23;
+  return (vec)(~is_tiny & (ints)(p * (vec)power));
+}
+
+// Brings the numbers of a page and head that are read soon to the cache: they stand anywhere.
+static void expect(const task *task, const float *numbers) {
+  for (long i = 0; i < task->page_tokens * task->head_dim; i += 16) __builtin_prefetch(numbers + i, 0, 2);
+}
+
+// Scores of `heads` query heads against the keys of a block, and the largest of each.
+INLINE void look(const task *task, const int heads, const float *q, long row, long head, long begin, long end,
+                 float scale, float scores[][BLOCK + LANES], float *most) {
+  for (int g = 0; g < heads; g++) most[g] = -__builtin_inff();
+  for (long position = begin, count; position < end; position += count) {
+    const float *key = at(task, task->keys, row, head, position);
+    count = run(task, position, end);
+    if (position + count < end) expect(task, at(task, task->keys, row, head, position + count));
+    expect(task, at(task, task->values, row, head, position));
+    for (long t = position; t < position + count; t++, key += task->head_dim) {
+      vec sum[MOST_HEADS];
+#pragma GCC unroll 4
+      for (int g = 0; g < heads; g++) sum[g] = (vec){0};
+      for (long c = 0; c < task->head_dim; c += LANES) {
+        vec own = *(const vec *)(key + c);
+#pragma GCC unroll 4
+        for (int g = 0; g < heads; g++) sum[g] += *(const vec *)(q + g * task->head_dim + c) * own;
+      }
+#pragma GCC unroll 4
+      for (int g = 0; g < heads; g++) {
+        float score = total(sum[g]) * scale;
+        scores[g][t - begin] = score;
+        most[g] = score > most[g] || score != score ? score : most[g];
+      }
+    }
+  }
+}
+
+// `vecs` registers of `out` of each head, from place `offset` on: times `decay`, plus the weighted values of a block.
+INLINE void weigh(const task *task, const int heads, const int vecs, float weights[][BLOCK + LANES], long row, long head,
+                  long begin, long end, long offset, const float *decay, float *out) {
+  vec sum[MOST_HEADS][MOST_VECS];
+#pragma GCC unroll 4
+  for (int g = 0; g < heads; g++)
+#pragma GCC unroll 4
+    for (int c = 0; c < vecs; c++)
+      sum[g][c] = *(const vec *)(out + g * task->head_dim + offset + c * LANES) * decay[g];
+  for (long position = begin, count; position < end; position += count) {
+    const float *value = at(task, task->values, row, head, position) + offset;
+    count = run(task, position, end);
+    for (long t = position; t < position + count; t++, value += task->head_dim)
+#pragma GCC unroll 4
+      for (int c = 0; c < vecs; c++)
+#pragma GCC unroll 4
+        for (int g = 0; g < heads; g++) sum[g][c] += weights[g][t - begin] * *(const vec *)(value + c * LANES);
+  }
+#pragma GCC unroll 4
+  for (int g = 0; g < heads; g++)
+#pragma GCC unroll 4
+    for (int c = 0; c < vecs; c++) *(vec *)(out + g * task->head_dim + offset + c * LANES) = sum[g][c];
+}
+
+// softmax(q keys / sqrt(head_dim)) values over the `length` first tokens of a row, for `heads` query heads of a kv head,
+// block by block with a running maximum (Milakov and Gimelshein 2018, arXiv 1805.02867).
+INLINE void some_heads(const task *task, const int heads, const float *q, long row, long head, long length, float *out) {
+  const long size = task->head_dim;
+  const float scale = 1 / __builtin_sqrtf(size);
+  float most[MOST_HEADS], sum[MOST_HEADS], decay[MOST_HEADS], own[MOST_HEADS], scores[MOST_HEADS][BLOCK + LANES];
+  for (int g = 0; g < heads; g++) most[g] = -__builtin_inff(), sum[g] = 0;
+  memset(out, 0, heads * size * sizeof(float));
+  for (long begin = 0; begin < length; begin += BLOCK) {
+    long end = begin + BLOCK < length ? begin + BLOCK : length, offset = 0;
+    look(task, heads, q, row, head, begin, end, scale, scores, own);
+    for (int g = 0; g < heads; g++) {
+      float before = most[g];
+      most[g] = own[g] > before || own[g] != own[g] ? own[g] : before;
+      for (long t = end - begin; t % LANES; t++) scores[g][t] = -__builtin_inff();
+      vec numerators = {0};
+      for (long t = 0; t < end - begin; t += LANES)
+        numerators += *(vec *)(scores[g] + t) = exponential(*(vec *)(scores[g] + t) - most[g]);
+      decay[g] = exponential((vec){0} + (before - most[g]))[0];
+      sum[g] = sum[g] * decay[g] + total(numerators);
+    }
+    for (; offset + MOST_VECS * LANES <= size; offset += MOST_VECS * LANES)
+      weigh(task, heads, MOST_VECS, scores, row, head, begin, end, offset, decay, out);
+    for (; offset < size; offset += LANES) weigh(task, heads, 1, scores, row, head, begin, end, offset, decay, out);
+  }
+  for (int g = 0; g < heads; g++)
+    for (long c = 0; c < size; c++) out[g * size + c] /= sum[g];
+}
+
+// One row and one kv head, with all query heads that read it.
+static void attend(void *data, long item) {
+  const task *task = data;
+  long row = item / task->num_kv_heads, head = item % task->num_kv_heads, size = task->head_dim;
+  long first = item * task->group * size, place = task->length[row];
+  if (!task->is_active[row]) {
+    memset(task->out + first, 0, task->group * size * sizeof(float));
+    return;
+  }
+  memcpy(at(task, task->keys, row, head, place), task->k + item * size, size * sizeof(float));
+  memcpy(at(task, task->values, row, head, place), task->v + item * size, size * sizeof(float));
+  for (long g = 0; g < task->group;) {
+    const float *q = task->q + first + g * size;
+    float *out = task->out + first + g * size;
+    long left = task->group - g;
+    if (left >= 4)
+      some_heads(task, 4, q, row, head, place + 1, out), g += 4;
+    else if (left == 3)
+      some_heads(task, 3, q, row, head, place + 1, out), g += 3;
+    else if (left == 2)
+      some_heads(task, 2, q, row, head, place + 1, out), g += 2;
+    else
+      some_heads(task, 1, q, row, head, place + 1, out), g += 1;
+  }
+}
+
+// (q [B, N, H], k [B, K, H], v [B, K, H], keys [G, K, T, H], values, table [B, W], length [B], is_active [B]) ->
+// (out [B, N, H], keys, values), the last two in place; H a multiple of LANES.
+XLA_FFI_Error *jaxsp_cpu_attention(XLA_FFI_CallFrame *frame) {
+  if (is_question(frame)) return NULL;
+  if (frame->args.size != 8 || frame->rets.size != 3) return fail(frame, "jaxsp_cpu_attention: 8 arguments, 3 results");
+  const XLA_FFI_Buffer *q = argument(frame, 0), *k = argument(frame, 1), *keys = argument(frame, 3);
+  const XLA_FFI_Buffer *table = argument(frame, 5);
+  if (q->rank != 3 || k->rank != 3 || keys->rank != 4 || table->rank != 2 || q->dims[2] % LANES ||
+      q->dims[1] % k->dims[1] || keys->dims[1] != k->dims[1] || keys->dims[3] != q->dims[2] ||
+      table->dims[0] != q->dims[0])
+    return fail(frame, "jaxsp_cpu_attention: shapes do not go together");
+  if (result(frame, 1)->data != keys->data || result(frame, 2)->data != argument(frame, 4)->data)
+    return fail(frame, "jaxsp_cpu_attention: the cache must be updated in place");
+  task task = {
+      q->data, k->data, argument(frame, 2)->data, result(frame, 0)->data, keys->data, argument(frame, 4)->data,
+      table->data, argument(frame, 6)->data, argument(frame, 7)->data,
+      k->dims[1], q->dims[1] / k->dims[1], q->dims[2], keys->dims[2], table->dims[1]};
+  for_all(frame, attend, &task, q->dims[0] * k->dims[1]);
+  return NULL;
+}
