@@ -81,15 +81,16 @@ def _add_sample_arguments(sub: argparse.ArgumentParser) -> None:
     source = sub.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT")
     source.add_argument("--prompts", metavar="FILE.jsonl", help="lines with prompt (text), messages (chat) or tokens")
-    sub.add_argument("--chat", action="store_true", help="put text prompts into the model's chat format")
+    sub.add_argument("--chat", action="store_true", dest="is_chat",
+                     help="put text prompts into the model's chat format")  # fmt: skip
     sub.add_argument("--max-tokens", type=_count, default=128, metavar="N", help="tokens of a sample at most")
     _add_sampling_options(sub, temperature=1.0)
-    sub.add_argument("--stop", nargs="+", action="extend", type=_stop, default=[], metavar="STR",
+    sub.add_argument("--stop", nargs="+", action="extend", type=_stop, default=[], dest="stop_strings", metavar="STR",
                      help="texts that end a sample and are cut from it (MODEL stands before them)")  # fmt: skip
     sub.add_argument("--min-tokens", type=_natural, default=0, metavar="N", help="tokens before a sample may end")
     sub.add_argument("--choices", nargs="+", type=_stop, default=[], metavar="TEXT",
                      help="the sample is one of these texts (MODEL stands before them)")  # fmt: skip
-    sub.add_argument("--raw", action="store_true",
+    sub.add_argument("--raw", action="store_true", dest="wants_raw",
                      help="with --json: raw_logprobs, under the model's own distribution, and kept_mass")  # fmt: skip
     sub.add_argument("--seed", type=int, default=0, help="the same seed gives the same samples")
     sub.add_argument("--num-samples", type=_count, default=1, metavar="G", help="samples per prompt")

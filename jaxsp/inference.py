@@ -244,13 +244,13 @@ class SampleOptions:
     top_k: int
     top_p: float
     min_p: float
-    stop_strings: tuple[str, ...]
+    stop_strings: Sequence[str]
     seed: int
     num_samples: int
     is_chat: bool
     repetition_penalty: float = 1.0
     min_tokens: int = 0
-    choices: tuple[str, ...] = ()
+    choices: Sequence[str] = ()
     """Texts; each is a choice with the end of a sample after it."""
     wants_raw: bool = False
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxsp import cli
+from jaxsp import cli, verbs
 from jaxsp.cli import main
 from jaxsp.command_line import make_parser
 from jaxsp.config import UserError
@@ -216,7 +216,7 @@ def test_the_hints_at_a_runs_end_are_those_of_its_config(tmp_path: Path) -> None
     def hints(is_done: bool = True, **evaluation) -> list[list[str]]:
         lines: list[str] = []
         config = RunConfig(ModelConfig("m"), evaluation=EvaluationConfig(**evaluation))
-        cli._print_next(config, tmp_path / "my runs" / "a", is_done, lambda line, **_: lines.append(line))
+        verbs._print_next(config, tmp_path / "my runs" / "a", is_done, lambda line, **_: lines.append(line))
         return [shlex.split(line) for line in lines if line.startswith("  ")]
 
     run_dir = str(tmp_path / "my runs" / "a")
@@ -440,7 +440,7 @@ import os
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 os.environ.pop("XDG_CACHE_HOME", None)
 import jax
-from jaxsp.cli import _set_up_jax
+from jaxsp.verbs import _set_up_jax
 _set_up_jax()
 print(jax.config.jax_compilation_cache_dir)
 jax.jit(lambda x: x + 1)(1)
