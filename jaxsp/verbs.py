@@ -15,9 +15,15 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from jaxsp.config import RunConfig, UsageError, UserError
+
+if TYPE_CHECKING:
+    from jaxsp.inference import FoundModel
+    from jaxsp.sampler.streaming import Delta
+    from jaxsp.scoring import Scores
+    from jaxsp.trajectory import Completion, GenerateRequest
 
 _CACHE_DIR = "JAX_COMPILATION_CACHE_DIR"
 
@@ -112,8 +118,7 @@ def _program() -> str:
     return shlex.quote(str(called)) if called.name == "jaxsp" and shutil.which("jaxsp") is None else "jaxsp"
 
 
-def _find_model(arguments: argparse.Namespace) -> Any:
-    """A `jaxsp.inference.FoundModel`, by the verb's options."""
+def _find_model(arguments: argparse.Namespace) -> "FoundModel":
     from jaxsp.inference import find_model
 
     return find_model(
@@ -222,7 +227,7 @@ def _sample(arguments: argparse.Namespace) -> int:
         return 0
     places = iter([(prompt.place, number + 1) for prompt in prompts for number in range(options.num_samples)])
 
-    def write(request: Any, completion: Any) -> None:
+    def write(request: "GenerateRequest", completion: "Completion") -> None:
         """Prints a sample, under its place where there are several."""
         place, number = next(places)
         if arguments.json:
@@ -236,7 +241,7 @@ def _sample(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _sample_row(request: Any, completion: Any, wants_raw: bool) -> dict[str, Any]:
+def _sample_row(request: "GenerateRequest", completion: "Completion", wants_raw: bool) -> dict[str, Any]:
     raw = {"raw_logprobs": list(completion.raw_logprobs), "kept_mass": list(completion.kept_mass)} if wants_raw else {}
     return {
         "prompt_tokens": list(request.tokens),
@@ -248,11 +253,11 @@ def _sample_row(request: Any, completion: Any, wants_raw: bool) -> dict[str, Any
     }
 
 
-def _print_delta(delta: Any) -> None:
+def _print_delta(delta: "Delta") -> None:
     print(delta.text, end="" if delta.completion is None else "\n", flush=True)
 
 
-def _print_json_delta(delta: Any) -> None:
+def _print_json_delta(delta: "Delta") -> None:
     _print_json(
         {
             "tokens": list(delta.tokens),
@@ -292,7 +297,7 @@ def _score(arguments: argparse.Namespace) -> int:
     inputs = read_inputs(arguments.input, ("tokens", "text"))
     places = iter(inputs)
 
-    def write(scores: Any) -> None:
+    def write(scores: "Scores") -> None:
         place = next(places).place
         if arguments.json:
             row = {"tokens": list(scores.tokens), "logprobs": scores.logprobs}
@@ -300,9 +305,10 @@ def _score(arguments: argparse.Namespace) -> int:
         elif scores.logprobs is None:
             print(f"{place}: {len(scores.tokens)} tokens, score {scores.score}", flush=True)
         else:
-            total, count = math.fsum(scores.logprobs[1:]), len(scores.tokens) - 1
+            logprobs = [logprob for logprob in scores.logprobs if logprob is not None]  # the first token has none
+            total, count = math.fsum(logprobs), len(logprobs)
             each = f", {total / count:.4f} each, perplexity {_exp(-total / count):.4g}" if count else ""
-            print(f"{place}: {count + 1} tokens, log-probability {total:.4f}{each}", flush=True)
+            print(f"{place}: {len(scores.tokens)} tokens, log-probability {total:.4f}{each}", flush=True)
 
     score(_find_model(arguments), inputs, write)
     return 0
