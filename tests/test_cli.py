@@ -257,6 +257,8 @@ USAGE_ERRORS = [
     (["sample", "{model}", "--prompt", "a", "--min-p", "1"], "--min-p: '1' is not at least 0 and below 1"),
     (["sample", "{model}", "--prompt", "a", "--top-k", "x"], "--top-k: 'x' is not a whole number from 0"),
     (["sample", "{model}", "--prompt", "a", "--stop", ""], "--stop: an empty text"),
+    (["sample", "{model}", "--prompt", "a", "--choices", "b", ""], "--choices: an empty text"),
+    (["serve", "{model}", "--api-key", ""], "--api-key: an empty key would let everybody in"),
     (["sample", "{model}", "--prompt", "a", "seed=3"], "unrecognized arguments: seed=3"),
     (["verify", "--kind", "maths", "--input", "x"], "invalid choice: 'maths'"),
     (["verify", "--kind", "math", "--input", "x", "--timeout", "0"], "--timeout: '0' is not a number above 0"),
