@@ -33,10 +33,20 @@ _port = _number(int, lambda x: 0 <= x < 2**16, "a port, from 0 to 65535")
 _seconds = _number(float, lambda x: 0 < x < math.inf, "a number above 0")
 
 
-def _stop(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("an empty text would end every sample at once")
-    return text
+def _not_empty(complaint: str) -> Callable[[str], str]:
+    """An argument's type: any text but the empty one."""
+
+    def parse(text: str) -> str:
+        if not text:
+            raise argparse.ArgumentTypeError(complaint)
+        return text
+
+    return parse
+
+
+_stop = _not_empty("an empty text would end every sample at once")
+_choice = _not_empty("an empty text is nothing to choose")
+_key = _not_empty("an empty key would let everybody in: leave the option out, or give a key")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -81,15 +91,16 @@ def _add_sample_arguments(sub: argparse.ArgumentParser) -> None:
     source = sub.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT")
     source.add_argument("--prompts", metavar="FILE.jsonl", help="lines with prompt (text), messages (chat) or tokens")
-    sub.add_argument("--chat", action="store_true", help="put text prompts into the model's chat format")
+    sub.add_argument("--chat", action="store_true", dest="is_chat",
+                     help="put text prompts into the model's chat format")  # fmt: skip
     sub.add_argument("--max-tokens", type=_count, default=128, metavar="N", help="tokens of a sample at most")
     _add_sampling_options(sub, temperature=1.0)
-    sub.add_argument("--stop", nargs="+", action="extend", type=_stop, default=[], metavar="STR",
+    sub.add_argument("--stop", nargs="+", action="extend", type=_stop, default=[], dest="stop_strings", metavar="STR",
                      help="texts that end a sample and are cut from it (MODEL stands before them)")  # fmt: skip
     sub.add_argument("--min-tokens", type=_natural, default=0, metavar="N", help="tokens before a sample may end")
-    sub.add_argument("--choices", nargs="+", type=_stop, default=[], metavar="TEXT",
+    sub.add_argument("--choices", nargs="+", type=_choice, default=[], metavar="TEXT",
                      help="the sample is one of these texts (MODEL stands before them)")  # fmt: skip
-    sub.add_argument("--raw", action="store_true",
+    sub.add_argument("--raw", action="store_true", dest="wants_raw",
                      help="with --json: raw_logprobs, under the model's own distribution, and kept_mass")  # fmt: skip
     sub.add_argument("--seed", type=int, default=0, help="the same seed gives the same samples")
     sub.add_argument("--num-samples", type=_count, default=1, metavar="G", help="samples per prompt")
@@ -114,7 +125,7 @@ def _add_serve_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--port", type=_port, default=8000, metavar="N", help="8000 is the default, 0 takes a free one")
     sub.add_argument("--num-slots", type=_count, default=8, metavar="N", help="samples decoded together (default: 8)")
     _add_context_option(sub)
-    sub.add_argument("--api-key", metavar="KEY",
+    sub.add_argument("--api-key", type=_key, metavar="KEY",
                      help="what clients must show (default: $JAXSP_API_KEY, else nothing)")  # fmt: skip
     _add_model_options(sub)
 

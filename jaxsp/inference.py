@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxsp.chat import Renderer
+from jaxsp.chat import Kind, Renderer, Thinking
 from jaxsp.checkpoint import Checkpointer
 from jaxsp.config import ModelConfig, RunConfig, SamplerConfig, UsageError, UserError, load_config
 from jaxsp.json_lines import read_json_lines, read_object
@@ -61,8 +61,8 @@ def find_model(
     name: str,
     *,
     compute_dtype: Literal["float32", "bfloat16"],
-    renderer: Any = None,
-    thinking: Any = None,
+    renderer: Kind | Literal["auto"] | None = None,
+    thinking: Thinking | None = None,
     step: int | None = None,
 ) -> FoundModel:
     """The model called `name`: what `open_model` takes, or a run directory with a checkpoint (`step`: the newest).
@@ -244,13 +244,13 @@ class SampleOptions:
     top_k: int
     top_p: float
     min_p: float
-    stop_strings: tuple[str, ...]
+    stop_strings: Sequence[str]
     seed: int
     num_samples: int
     is_chat: bool
     repetition_penalty: float = 1.0
     min_tokens: int = 0
-    choices: tuple[str, ...] = ()
+    choices: Sequence[str] = ()
     """Texts; each is a choice with the end of a sample after it."""
     wants_raw: bool = False
 

@@ -4,9 +4,9 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from rich.console import Console
 from rich.progress import (
@@ -22,7 +22,10 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
-_SILENCE_S = 15.0
+from jaxsp.trajectory import Completion, Generate, GenerateRequest
+
+_INTERVAL_S = 15.0
+"""Between two lines where there is no terminal."""
 
 
 @dataclass
@@ -79,7 +82,7 @@ class Progress:
         *,
         start_step: int = 0,
         console: Console | None = None,
-        interval_s: float = 15.0,
+        interval_s: float = _INTERVAL_S,
     ) -> None:
         now_s = time.monotonic()
         self._console = console or Console()
@@ -216,8 +219,11 @@ class Progress:
 
 
 @contextlib.contextmanager
-def counted(generate: Callable[[Any], Awaitable[Any]], total: int) -> Iterator[Callable[[Any], Awaitable[Any]]]:
-    """`generate`, with a bar on a terminal's standard error that says how many answers there are and how long yet."""
+def counted(generate: Generate, total: int) -> Iterator[Generate]:
+    """`generate`, with a bar on standard error that says how many answers there are and how long yet.
+
+    Where that is no terminal, a line says it, at most every `_INTERVAL_S`.
+    """
     console = Console(stderr=True)
     columns = (TextColumn("answers"), *RichProgress.get_default_columns()[1:2], MofNCompleteColumn())
     clocks = (TimeElapsedColumn(), TimeRemainingColumn())
@@ -225,17 +231,17 @@ def counted(generate: Callable[[Any], Awaitable[Any]], total: int) -> Iterator[C
         task = progress.add_task("", total=total)
         done, last_line_s = 0, time.monotonic()
 
-        async def counted(request: Any) -> Any:
+        async def generate_counted(request: GenerateRequest) -> Completion:
             nonlocal done, last_line_s
             completion = await generate(request)
             progress.advance(task)
             done += 1
-            if not console.is_terminal and time.monotonic() - last_line_s > _SILENCE_S:
+            if not console.is_terminal and time.monotonic() - last_line_s > _INTERVAL_S:
                 print(f"jaxsp: {done} of {total} answers", file=sys.stderr, flush=True)
                 last_line_s = time.monotonic()
             return completion
 
-        yield counted
+        yield generate_counted
 
 
 class _TailColumn(ProgressColumn):

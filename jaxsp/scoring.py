@@ -105,10 +105,10 @@ def _score_batch(
 
 @functools.cache
 def _score_forward(sizes: DecoderSizes, compute_dtype: Any) -> Any:
-    """A jitted `(params, tokens [R, L], lengths [R]) -> (logprobs [R, L - 1], None)`, or `(None, scores [R, labels])`
-    for a decoder with a scalar head."""
+    """A jitted `forward(params, tokens [R, L], lengths [R])`."""
 
     def forward(params: Params, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
+        """`(logprobs [R, L - 1], None)`, or `(None, scores [R, labels])` for a decoder with a scalar head."""
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         visible_until = jnp.where(positions < lengths[:, None], lengths[:, None], positions + 1)
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import sentencepiece
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import processors
 
 from jaxsp.config import UserError
-from jaxsp.gguf_metadata import read_gguf_metadata
+from jaxsp.gguf_vocabulary import byte_level_tokenizer, read_vocabulary, sentencepiece_model
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,20 +214,15 @@ def _token_text(entry: Any) -> str | None:
 
 
 def _load_sentencepiece(path: Path) -> Tokenizer:
-    proto = _model_proto()
-    proto.ParseFromString(path.read_bytes())
     config = _read_config(path.parent)
-    return _from_sentencepiece(proto, config.get("add_bos_token", True), config.get("chat_template"))
+    return _from_sentencepiece(path.read_bytes(), config.get("add_bos_token", True), config.get("chat_template"))
 
 
-def _model_proto() -> Any:
+def _from_sentencepiece(model: bytes, adds_bos: bool, chat_template: str | None) -> Tokenizer:
     from sentencepiece import sentencepiece_model_pb2  # loads protobuf, which only these files need
 
-    return sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _from_sentencepiece(proto: Any, adds_bos: bool, chat_template: str | None) -> Tokenizer:
-    outer = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
+    proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # pyright: ignore[reportAttributeAccessIssue]
+    outer = sentencepiece.SentencePieceProcessor(model_proto=model)
     proto.normalizer_spec.add_dummy_prefix = False
     inner = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
     kinds = {number: {i for i, piece in enumerate(proto.pieces) if piece.type == number} for number in (3, 4)}
@@ -248,52 +243,13 @@ def _from_sentencepiece(proto: Any, adds_bos: bool, chat_template: str | None) -
 
 # GGUF ----------------------------------------------------------------------------------------------------------------
 
-_QWEN2_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LLAMA3_SPLIT = _QWEN2_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
-_TYPE_CONTROL, _TYPE_USER_DEFINED, _TYPE_BYTE = 3, 4, 6
-
-
-def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-
-
-def _split_smollm() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-
-
-@dataclass(frozen=True)
-class _ByteLevel:
-    """How the byte-level tokenizers of one `tokenizer.ggml.pre` cut text; `adds_bos` unless the file says otherwise."""
-
-    split: Callable[[], pre_tokenizers.PreTokenizer]
-    is_nfc: bool = False
-    ignores_merges: bool = False
-    adds_bos: bool = False
-
-
-_BYTE_LEVEL = {
-    "smollm": _ByteLevel(_split_smollm),
-    "qwen2": _ByteLevel(lambda: _split(_QWEN2_SPLIT), is_nfc=True),
-    "llama-bpe": _ByteLevel(lambda: _split(_LLAMA3_SPLIT), ignores_merges=True, adds_bos=True),
-}
-_ENDS = ("bos", "eos")
-
 
 def _load_gguf(path: Path) -> Tokenizer:
-    fields = _gguf_fields(path)
+    fields = read_vocabulary(path)
     if fields["model"] == "llama":
-        proto = _gguf_sentencepiece(fields)
-        return _from_sentencepiece(proto, fields["add_bos_token"], fields.get("tokenizer.chat_template"))
-    tokenizer = _gguf_byte_level(fields)
+        model = sentencepiece_model(fields)
+        return _from_sentencepiece(model, fields["add_bos_token"], fields.get("tokenizer.chat_template"))
+    tokenizer = byte_level_tokenizer(fields)
     return _from_hugging_face(
         tokenizer,
         tokenizer,
@@ -308,21 +264,20 @@ def export_gguf_tokenizer(path: Path, directory: Path) -> None:
     """Writes the vocabulary of a GGUF file as files in `directory` that `load_tokenizer` and `transformers` read.
 
     They are `tokenizer.json` or `tokenizer.model`, and `tokenizer_config.json` with the ends of a text and the chat
-    template. Raises as `load_tokenizer` does, and OSError where nothing can be written.
+    template. Raises what `read_vocabulary` raises, and OSError where nothing can be written.
     """
-    fields = _gguf_fields(path)
-    names = {
-        f"{name}_token": fields["tokens"][fields[f"{name}_token_id"]] for name in _ENDS if f"{name}_token_id" in fields
-    }
+    fields = read_vocabulary(path)
+    ids = {f"{name}_token": fields.get(f"{name}_token_id") for name in ("bos", "eos")}
+    names = {name: fields["tokens"][index] for name, index in ids.items() if index is not None}
     config = {"add_bos_token": fields["add_bos_token"], "clean_up_tokenization_spaces": False, **names}
     if template := fields.get("tokenizer.chat_template"):
         config["chat_template"] = template
     if fields["model"] == "llama":
         config["tokenizer_class"] = "LlamaTokenizer"
-        (directory / "tokenizer.model").write_bytes(_gguf_sentencepiece(fields).SerializeToString())
+        (directory / "tokenizer.model").write_bytes(sentencepiece_model(fields))
     else:
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
-        tokenizer = _gguf_byte_level(fields)
+        tokenizer = byte_level_tokenizer(fields)
         if fields["add_bos_token"] and "bos_token" in names:
             bos = names["bos_token"]
             tokenizer.post_processor = processors.TemplateProcessing(
@@ -331,59 +286,6 @@ def export_gguf_tokenizer(path: Path, directory: Path) -> None:
         tokenizer.save(str(directory / "tokenizer.json"))
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
-
-
-def _gguf_fields(path: Path) -> dict[str, Any]:
-    """The metadata by their names below `tokenizer.ggml.`, with `add_bos_token` also where the file is silent."""
-    metadata = read_gguf_metadata(path)
-    fields = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
-    kind = fields.get("model")
-    if kind not in ("gpt2", "llama"):
-        raise UserError(f"tokenizer: {path} has tokenizer.ggml.model = {kind!r}; supported are 'gpt2' and 'llama'")
-    if kind == "gpt2" and fields.get("pre") not in _BYTE_LEVEL:
-        raise UserError(
-            f"tokenizer: {path} has tokenizer.ggml.pre = {fields.get('pre')!r}; supported are {sorted(_BYTE_LEVEL)}"
-        )
-    adds_bos = True if kind == "llama" else _BYTE_LEVEL[fields["pre"]].adds_bos
-    return {"add_bos_token": adds_bos, **fields}
-
-
-def _gguf_byte_level(fields: dict[str, Any]) -> tokenizers.Tokenizer:
-    form = _BYTE_LEVEL[fields["pre"]]
-    texts, types = fields["tokens"], fields["token_type"]
-    merges = [tuple(merge.split(" ")) for merge in fields["merges"]]
-    vocab = {text: index for index, text in enumerate(texts)}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=form.ignores_merges))  # pyright: ignore[reportArgumentType]
-    if form.is_nfc:
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = form.split()
-    tokenizer.decoder = decoders.ByteLevel()
-    for kind, is_special in ((_TYPE_CONTROL, True), (_TYPE_USER_DEFINED, False)):
-        tokenizer.add_tokens(
-            [
-                AddedToken(text, normalized=False, special=is_special)
-                for text, found in zip(texts, types, strict=True)
-                if found == kind
-            ]
-        )
-    return tokenizer
-
-
-def _gguf_sentencepiece(fields: dict[str, Any]) -> Any:
-    """A SentencePiece `ModelProto`."""
-    proto = _model_proto()
-    for text, score, kind in zip(fields["tokens"], fields["scores"], fields["token_type"], strict=True):
-        proto.pieces.add(piece=text, score=score, type=kind)  # the numbers of the types are SentencePiece's own
-    trainer = proto.trainer_spec
-    trainer.model_type = trainer.BPE
-    trainer.byte_fallback = _TYPE_BYTE in fields["token_type"]
-    for name in _ENDS:
-        index = fields.get(f"{name}_token_id")
-        setattr(trainer, f"{name}_piece", fields["tokens"][index] if index is not None else "")
-    proto.normalizer_spec.name = "identity"
-    proto.normalizer_spec.add_dummy_prefix = fields.get("add_space_prefix", True)
-    proto.normalizer_spec.remove_extra_whitespaces = fields.get("remove_extra_whitespaces", False)
-    return proto
 
 
 # Text ----------------------------------------------------------------------------------------------------------------

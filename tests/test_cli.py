@@ -1,22 +1,18 @@
 """The verbs, through the entry point: what they print, and one message with the right exit code for what is wrong."""
 
 import json
-import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from jaxsp import cli
+from jaxsp import cli, verbs
 from jaxsp.cli import main
 from jaxsp.command_line import make_parser
 from jaxsp.config import UserError
 from jaxsp.metrics import MetricsWriter
 from tests.tiny import write_tiny_model, write_tiny_run
 
-RUN_MAIN = "import sys; from jaxsp.cli import main; sys.exit(main())"
 QUESTIONS = [
     {"question": "What is 2 + 3?", "answer": "5", "kind": "sums"},
     {"question": "What is 2 + 4?", "answer": "6", "kind": "sums"},
@@ -47,16 +43,6 @@ def write_lines(path: Path, rows: list[dict]) -> Path:
 def json_lines(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> list[dict]:
     assert main([*map(str, arguments), "--json"]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-
-
-def run_program(*arguments: str | Path, program: str = RUN_MAIN, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
 
 
 def test_sample_gives_a_json_line_for_each_sample(directory: Path, tmp_path: Path, capsys) -> None:
@@ -216,7 +202,7 @@ def test_the_hints_at_a_runs_end_are_those_of_its_config(tmp_path: Path) -> None
     def hints(is_done: bool = True, **evaluation) -> list[list[str]]:
         lines: list[str] = []
         config = RunConfig(ModelConfig("m"), evaluation=EvaluationConfig(**evaluation))
-        cli._print_next(config, tmp_path / "my runs" / "a", is_done, lambda line, **_: lines.append(line))
+        verbs._print_next(config, tmp_path / "my runs" / "a", is_done, lambda line, **_: lines.append(line))
         return [shlex.split(line) for line in lines if line.startswith("  ")]
 
     run_dir = str(tmp_path / "my runs" / "a")
@@ -257,6 +243,8 @@ USAGE_ERRORS = [
     (["sample", "{model}", "--prompt", "a", "--min-p", "1"], "--min-p: '1' is not at least 0 and below 1"),
     (["sample", "{model}", "--prompt", "a", "--top-k", "x"], "--top-k: 'x' is not a whole number from 0"),
     (["sample", "{model}", "--prompt", "a", "--stop", ""], "--stop: an empty text"),
+    (["sample", "{model}", "--prompt", "a", "--choices", "b", ""], "--choices: an empty text"),
+    (["serve", "{model}", "--api-key", ""], "--api-key: an empty key would let everybody in"),
     (["sample", "{model}", "--prompt", "a", "seed=3"], "unrecognized arguments: seed=3"),
     (["verify", "--kind", "maths", "--input", "x"], "invalid choice: 'maths'"),
     (["verify", "--kind", "math", "--input", "x", "--timeout", "0"], "--timeout: '0' is not a number above 0"),
@@ -381,70 +369,3 @@ def test_what_nobody_foresaw_is_one_line_too() -> None:
         "no space left on the disk for a.b"
     )
     assert "out of memory" in cli._explain(RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes"))[0]
-
-
-def test_help_and_mistakes_answer_without_jax() -> None:
-    program = """
-import sys
-from jaxsp.cli import main
-try:
-    main(sys.argv[1:])
-except SystemExit as end:
-    assert not {"jax", "flax", "numpy", "rich", "tokenizers"} & set(sys.modules), "too much was imported"
-    sys.exit(end.code)
-"""
-    for arguments, status in ((["--help"], 0), (["sample", "--help"], 0), (["--version"], 0), (["sample"], 2)):
-        result = run_program(*arguments, program=program)
-        assert result.returncode == status, result.stderr
-    assert "usage: jaxsp" in run_program("--help").stdout
-    assert run_program("--version").stdout.startswith("jaxsp 0.")
-
-
-def test_the_program_exits_with_the_verbs_status(tmp_path: Path) -> None:
-    result = run_program("verify", "--kind", "text", "--input", tmp_path / "absent.jsonl")
-    assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr == f"jaxsp: --input {tmp_path / 'absent.jsonl'} cannot be read: No such file or directory\n"
-
-
-def test_a_reader_that_leaves_ends_the_program_quietly(tmp_path: Path) -> None:
-    rows = [{"reference": "A", "response": r"\boxed{A}"}] * 20_000
-    file = write_lines(tmp_path / "in.jsonl", rows)
-    command = [sys.executable, "-c", RUN_MAIN, "verify", "--kind", "choice", "--input", str(file), "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stderr is not None
-        assert json.loads(process.stdout.readline())["correct"]
-        process.stdout.close()
-        assert process.stderr.read() == ""
-        assert process.wait(60) == 141
-
-
-def test_a_closed_standard_output_is_one_line() -> None:
-    shell = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(RUN_MAIN)} verify --kind text --input absent >&-"
-    result = subprocess.run(["sh", "-c", shell], stderr=subprocess.PIPE, text=True, timeout=60)
-    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
-    assert result.stderr == "jaxsp: standard output is closed: there is nowhere to write to\n"
-
-
-def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
-    file = write_lines(tmp_path / "in.jsonl", [{"reference": "A", "response": r"\boxed{A}"}])
-    command = [sys.executable, "-c", RUN_MAIN, "verify", "--kind", "choice", "--input", str(file)]
-    with open("/dev/full", "w") as full:
-        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
-    assert (result.returncode, result.stderr) == (1, "jaxsp: no space left on the disk; free some there\n")
-
-
-@pytest.mark.parametrize("home", ["{tmp}", "/proc/nowhere"])
-def test_compiled_programs_are_kept_unless_the_home_cannot_be_written(tmp_path: Path, home: str) -> None:
-    program = """
-import os
-os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
-os.environ.pop("XDG_CACHE_HOME", None)
-import jax
-from jaxsp.cli import _set_up_jax
-_set_up_jax()
-print(jax.config.jax_compilation_cache_dir)
-jax.jit(lambda x: x + 1)(1)
-"""
-    result = run_program(program=program, HOME=home.format(tmp=tmp_path))
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == (str(tmp_path / ".cache" / "jaxsp" / "jax") if home == "{tmp}" else "None")

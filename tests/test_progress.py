@@ -1,11 +1,13 @@
 """What a user sees of how far a run is."""
 
+import asyncio
 import io
 import time
 
 from rich.console import Console
 
-from jaxsp.progress import Progress
+from jaxsp.progress import Progress, counted
+from jaxsp.trajectory import Completion, GenerateRequest
 
 
 def test_without_a_terminal_progress_is_lines_that_come_also_when_nothing_is_reported():
@@ -56,3 +58,23 @@ def test_on_a_terminal_progress_draws_bars_with_rates_and_times():
     shown = stream.getvalue()
     for text in ("quickstart", "1/4 steps", "elapsed 0:00:00", "left", "reward 0.25", "joint", "5/8", "[not markup]"):
         assert text in shown
+
+
+def test_answers_without_a_terminal_are_counted_a_line_at_a_time(monkeypatch, capsys):
+    now_s = 100.0
+    monkeypatch.setattr("jaxsp.progress.time.monotonic", lambda: now_s)
+    request, completion = GenerateRequest((1,), 0, 1), Completion((2,), (-0.5,), "two", "length", 0)
+
+    async def generate(asked: GenerateRequest) -> Completion:
+        nonlocal now_s
+        assert asked is request
+        now_s += 10.0
+        return completion
+
+    async def answer_five_times() -> list[Completion]:
+        with counted(generate, total=5) as generate_counted:
+            return [await generate_counted(request) for _ in range(5)]
+
+    assert asyncio.run(answer_five_times()) == [completion] * 5
+    out, err = capsys.readouterr()
+    assert (out, err.splitlines()) == ("", ["jaxsp: 2 of 5 answers", "jaxsp: 4 of 5 answers"])

@@ -113,7 +113,7 @@ def test_an_answer_comes_in_pieces(opened) -> None:
     assert len([piece for piece in pieces if piece.strip()]) >= 3
 
 
-def test_commands(opened) -> None:
+def test_commands_begin_anew_change_the_system_message_and_leave(opened) -> None:
     written, notes = talk(opened, ["one", "/reset", "one", "/nothing here", "/exit", "never read"])
     assert written.splitlines() == "\n".join(expected_answers(opened, [["one"], ["one"]], "Be brief.")).splitlines()
     assert [note for note in notes if "no /nothing" in note and "/reset" in note and "/system TEXT" in note]

@@ -34,9 +34,8 @@ def token_logprobs(
 
     `predictor` says whose hidden states predict each target. `allowed` holds the tokens that a target was drawn from,
     filled up with -1; the softmax is over these, or over the vocabulary where there are none. Masked slots give 0.
-    Logits exist for at most `chunk`
-    targets at a time (rounded down to a multiple of R, and at least R), forward and backward, and none are computed
-    for chunks after the last unmasked target. Both results have gradients.
+    Logits exist for at most `chunk` targets at a time (rounded down to a multiple of R, and at least R), forward and
+    backward, and none are computed for chunks after the last unmasked target. Both results have gradients.
     """
     num_rows, num_targets = predictor.shape
     width = max(1, min(chunk // num_rows, num_targets))
@@ -103,10 +102,11 @@ def _chunked_forward(
     cast_head = jax.tree.map(lambda x: x.astype(selected.dtype), head)
 
     def one_chunk(index: Array, results: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        hidden, tokens, temperature, choices = (
+        """The results, with those of one chunk of targets written into them."""
+        hidden, tokens, temperature, allowed_here = (
             _chunk(x, index, width) for x in (selected, target_tokens, temperatures, allowed)
         )
-        scores = _scores(cast_head, hidden, temperature, choices)
+        scores = _scores(cast_head, hidden, temperature, allowed_here)
         largest = jnp.max(scores, axis=-1)
         centred = scores - largest[..., None]
         exponentials = jnp.exp(centred)
@@ -140,11 +140,12 @@ def _chunked_backward(width: int, saved: tuple[Any, ...], cotangents: tuple[Arra
     inputs = (selected, target_tokens, temperatures, allowed, log_sum, entropy, *cotangents)
 
     def one_chunk(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
-        hidden, tokens, temperature, choices, log_sums, entropies, d_logprob, d_entropy = (
+        """The kernel's gradient with a chunk's added, and the hidden states' with it written into them."""
+        hidden, tokens, temperature, allowed_here, log_sums, entropies, d_logprob, d_entropy = (
             _chunk(x, index, width) for x in inputs
         )
         d_kernel, d_selected = gradients
-        log_p = _scores(cast_head, hidden, temperature, choices) - log_sums[..., None]
+        log_p = _scores(cast_head, hidden, temperature, allowed_here) - log_sums[..., None]
         p = jnp.exp(log_p)
         log_p = jnp.where(p > 0, log_p, 0.0)  # it is multiplied by p, and 0 times -inf would be NaN
         is_target = tokens[..., None] == jnp.arange(log_p.shape[-1])[None, None]

@@ -156,12 +156,10 @@ def make_warm_start_update(
 
 
 def _policy_loss(*, clip_low: float, clip_high: float, importance_cap: float, kl_coef: float) -> Loss:
-    """The surrogate and, where there are reference log-probabilities, the KL term.
-
-    Its extras are old and reference log-probabilities, either may be None, and the denominator.
-    """
+    """The surrogate and, where there are reference log-probabilities, the KL term."""
 
     def loss(logprobs: jax.Array, batch: Batch, extras: Any) -> jax.Array:
+        """`extras`: old and reference log-probabilities, of which either may be None, and the denominator."""
         old, reference, denominator = extras
         total = clipped_surrogate(
             logprobs,
@@ -182,6 +180,8 @@ def _policy_loss(*, clip_low: float, clip_high: float, importance_cap: float, kl
 
 def _make_forward(sizes: DecoderSizes, compute_dtype: Any, logits_chunk: int, remat: bool) -> Forward:
     def forward(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Log-probability of each target and entropy of its distribution, both `[R, T]`."""
+
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
             return forest_attention(q, k, v, batch.visible_until), cache
 

@@ -85,20 +85,15 @@ def make_method(config: RunConfig, setting: Setting, corpus: Corpus, supervised)
     """The schedule of a run. `supervised` renders a conversation as tokens and loss mask."""
     rules = spice_rules(config.spice)
     _check_held_out(config)
-    trained_roles = {
-        role
-        for role, trains in (
-            ("challenger", config.spice.trains_challenger),
-            ("reasoner", config.spice.trains_reasoner),
-        )
-        if trains
-    }
+    trains = {"challenger": config.spice.trains_challenger, "reasoner": config.spice.trains_reasoner}
+    trained_roles = {role for role, is_trained in trains.items() if is_trained}
     if not trained_roles:
         raise UsageError("spice.trains_challenger and spice.trains_reasoner are both false: nothing would be trained")
     told: set[str] = set()
     max_tokens = {"challenger": rules.challenger.max_tokens, "reasoner": rules.reasoner.max_tokens}
 
     async def play(place: StepPlace) -> Played:
+        """A step's play, with the groups that are trained on and the alarms that no step before has told."""
         documents = corpus.next_documents(config.spice.documents_per_step)
         played = await play_spice(
             [(document.document_id, document.text) for document in documents],

@@ -6,7 +6,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any
 
 from starlette.applications import Starlette
@@ -54,7 +54,9 @@ def make_app(service: Service, api_key: str | None = None) -> Starlette:
             raise RequestError(f"there is no model {name!r} here", "model", status=404, code="model_not_found")
         return _json(card())
 
-    def endpoint(kind: Endpoint):
+    def endpoint(kind: Endpoint) -> Callable[[Request], Awaitable[Any]]:
+        """What answers requests to complete prompts."""
+
         async def answer(request: Request) -> Any:
             body = await _read_body(request)
             check_key(request)

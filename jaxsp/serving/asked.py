@@ -1,6 +1,7 @@
 """What a request's body asks for. What is not understood and would change the answer is refused by its name."""
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -156,9 +157,13 @@ def _whole(low: int, high: int) -> Callable[[str, Any], int]:
 
 
 def _number(name: str, value: Any) -> float:
-    if not (_is_whole(value) or isinstance(value, float)) or not math.isfinite(value):
+    try:
+        number = float(value) if _is_whole(value) or isinstance(value, float) else math.nan
+    except OverflowError:  # a whole number of hundreds of digits
+        number = math.inf
+    if not math.isfinite(number):
         raise _wrong(name, "a number", value)
-    return float(value)
+    return number
 
 
 def _stop(name: str, value: Any) -> tuple[str, ...]:
@@ -169,7 +174,7 @@ def _stop(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
-    if not isinstance(value, Mapping) or not all(token.isdecimal() and token.isascii() for token in value):
+    if not isinstance(value, Mapping) or not all(re.fullmatch("[0-9]{1,9}", token) for token in value):
         raise _wrong(name, "an object from token ids to numbers", value)
     return tuple((int(token), _number(f"{name}.{token}", bias)) for token, bias in value.items())
 

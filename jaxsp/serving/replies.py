@@ -49,9 +49,9 @@ class Choice:
     prompt_tokens: Sequence[int]
     before_reply: str = ""
     echo: str = ""
-    _tokens: list[int] = field(default_factory=list)
-    _decoded: Decoded = field(default_factory=Decoded)
-    _num_chars: int = 0
+    _tokens: list[int] = field(init=False, default_factory=list)
+    _decoded: Decoded = field(init=False, default_factory=Decoded)
+    _num_chars: int = field(init=False, default=0)
     """Where the next token's text begins."""
 
     def whole(self, delta: Delta) -> dict[str, Any]:

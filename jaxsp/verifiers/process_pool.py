@@ -6,60 +6,20 @@ hung call costs its deadline and one worker's restart, and the other workers go 
 """
 
 import asyncio
-import contextlib
-import errno
 import os
-import pickle
 import queue
-import select
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
-import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import psutil
+from typing import Any
 
 from jaxsp.config import UserError
-from jaxsp.verifiers.worker_process import HEADER
+from jaxsp.verifiers.worker import FEWER_WORKERS, Outcome, StartError, Worker, reason_and_fix
 
-_POLL_S = 0.1
-_TERMINATE_S = 0.5
 _STARTS_PER_CALL = 3
-_TMPDIR_FIX = "set TMPDIR to a folder on a disk with space that can be written"
-_START_FIXES = {
-    errno.EMFILE: "raise the number of open files that the shell allows (ulimit -n) or start fewer workers",
-    errno.ENFILE: "end other programs, all of this machine's open files are in use",
-    errno.ENOENT: _TMPDIR_FIX,
-    errno.EACCES: _TMPDIR_FIX,
-    errno.EROFS: _TMPDIR_FIX,
-    errno.ENOSPC: _TMPDIR_FIX,
-    errno.EDQUOT: _TMPDIR_FIX,
-}
-_FEWER_WORKERS = "free memory or start fewer workers"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a call ended.
-
-    Attributes:
-        status: `ok`; `timeout`: the deadline passed and the worker was killed; `died`: the worker ended during the
-            call, twice, or was killed for its memory; `error`: the function raised.
-        value: what the function returned, None unless `ok`.
-        detail: traceback or reason, empty when `ok`.
-    """
-
-    status: Literal["ok", "timeout", "died", "error"]
-    value: Any = None
-    detail: str = ""
 
 
 @dataclass(frozen=True)
@@ -121,7 +81,7 @@ class ProcessPool:
             tempfile.gettempdir()  # chosen now: once files run short, it would blame the folders
             self._wake_read, self._wake_write = os.pipe()
         except OSError as error:
-            raise UserError(f"a verifier worker process did not start: {_reason_and_fix(error)}") from error
+            raise UserError(f"a verifier worker process did not start: {reason_and_fix(error)}") from error
         ready: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         refused = None
         for index in range(self._num_workers):
@@ -130,7 +90,7 @@ class ProcessPool:
             try:
                 thread.start()
             except RuntimeError as error:  # the limit of threads
-                refused = f"{error}; {_FEWER_WORKERS}"
+                refused = f"{error}; {FEWER_WORKERS}"
                 break
             self._threads.append(thread)
         failures = [failure for _ in self._threads if (failure := ready.get()) is not None]
@@ -196,7 +156,7 @@ class ProcessPool:
         """One thread's life: keeps one worker running and hands it calls until the pool closes."""
         try:
             worker = self._start_worker()
-        except _StartError as error:
+        except StartError as error:
             ready.put(str(error))
             return
         ready.put(None)
@@ -216,7 +176,7 @@ class ProcessPool:
         if worker is not None:
             worker.stop()
 
-    def _attempt_twice(self, worker: "_Worker | None", call: _Call) -> "tuple[Outcome, _Worker | None]":
+    def _attempt_twice(self, worker: Worker | None, call: _Call) -> tuple[Outcome, Worker | None]:
         """The call's outcome, and its worker if that is still fit for the next call."""
         for attempt in range(2):
             if worker is not None and not worker.is_alive():
@@ -228,7 +188,7 @@ class ProcessPool:
                     worker, reason = self._restart_worker()
             if worker is None:
                 return Outcome("died", detail=f"no worker process could be started: {reason}"), None
-            outcome, is_retryable = worker.call(call)
+            outcome, is_retryable = worker.call(call.function, call.args, call.timeout_s)
             if outcome.status in ("ok", "error"):
                 return outcome, worker
             reason = worker.stop()
@@ -240,169 +200,20 @@ class ProcessPool:
             self._count("retried")
         raise AssertionError("the second attempt returns")
 
-    def _start_worker(self) -> "_Worker":
-        return _Worker(self._preload, self._memory_limit_bytes, self._start_timeout_s, self._wake_read)
+    def _start_worker(self) -> Worker:
+        return Worker(self._preload, self._memory_limit_bytes, self._start_timeout_s, self._wake_read)
 
-    def _restart_worker(self) -> "tuple[_Worker | None, str]":
+    def _restart_worker(self) -> tuple[Worker | None, str]:
         """A fresh worker, or why there is none."""
         self._count("restarted")
         try:
             return self._start_worker(), ""
-        except _StartError as error:
+        except StartError as error:
             return None, str(error)
 
     def _count(self, name: str) -> None:
         with self._lock:
             self._counts[name] += 1
-
-
-class _StartError(Exception):
-    """Why a worker did not come up, and what to do about it."""
-
-
-class _Worker:
-    """The parent's end of one worker process. Only the thread that made it may use it."""
-
-    def __init__(self, preload: tuple[str, ...], memory_limit_bytes: int, start_timeout_s: float, wake_fd: int) -> None:
-        self.num_calls = 0
-        self._memory_limit_bytes = memory_limit_bytes
-        self._wake_fd = wake_fd
-        self._inbox = bytearray()
-        self._files = contextlib.ExitStack()  # what the parent holds open for this worker
-        try:
-            self._spawn(preload)
-        except OSError as error:
-            self._files.close()
-            raise _StartError(_reason_and_fix(error)) from error
-        status, message = self._exchange(b"", start_timeout_s)
-        if status != "ok":
-            reason = f"not ready within {start_timeout_s:g} s" if status == "timeout" else message
-            end = self.stop()
-            was_killed = status == "died" and self._process.returncode == -signal.SIGKILL
-            raise _StartError(f"{reason}: {end}" + (f" (out of memory?); {_FEWER_WORKERS}" if was_killed else ""))
-
-    def _spawn(self, preload: tuple[str, ...]) -> None:
-        """Opens the files and starts the process. Raises OSError; what it opened by then stands in `_files`."""
-        with contextlib.ExitStack() as child_files:
-            self._stderr = self._files.enter_context(tempfile.TemporaryFile())
-            child_read, self._write_fd = os.pipe()
-            child_files.callback(os.close, child_read)
-            self._files.callback(os.close, self._write_fd)
-            self._read_fd, child_write = os.pipe()
-            self._files.callback(os.close, self._read_fd)
-            child_files.callback(os.close, child_write)
-            os.set_blocking(self._read_fd, False)
-            os.set_blocking(self._write_fd, False)
-            # The parent's import path, so that the worker finds the same code; -P keeps the working directory off it.
-            path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-            arguments = [str(child_read), str(child_write), str(os.getpid()), str(self._memory_limit_bytes), *preload]
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "jaxsp.verifiers.worker_process", "--worker", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._stderr,
-                pass_fds=(child_read, child_write),
-                env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
-                start_new_session=True,
-            )
-        self._poll_end = select.poll()
-        self._poll_end.register(self._read_fd, 0)
-
-    def is_alive(self) -> bool:
-        """Whether the worker still holds its end of the pipe. Unlike `Popen.poll` this does not reap it."""
-        return not self._poll_end.poll(0)
-
-    def call(self, call: _Call) -> tuple[Outcome, bool]:
-        """The outcome of one attempt, and whether another could end better."""
-        self.num_calls += 1
-        try:
-            request = pickle.dumps((call.function, call.args))
-        except Exception:  # pickle raises many kinds; all mean that the caller's arguments cannot be sent
-            return Outcome("error", detail=traceback.format_exc()), False
-        status, reply = self._exchange(HEADER.pack(len(request)) + request, call.timeout_s)
-        if status == "ok":
-            try:
-                status, value = pickle.loads(reply)
-            except Exception:  # a class that only the worker can import
-                status, value = "error", traceback.format_exc()
-            return (Outcome("ok", value) if status == "ok" else Outcome(status, detail=value)), False
-        if status == "timeout":
-            return Outcome("timeout", detail=f"not done after {call.timeout_s:g} s"), False
-        return Outcome("died", detail=reply), status == "died"
-
-    def _exchange(self, request: bytes, timeout_s: float) -> tuple[str, Any]:
-        """Sends `request`, waits for one message: (`ok`, its bytes), or (`timeout` | `died` | `killed`, a reason)."""
-        deadline = time.monotonic() + timeout_s
-        pending = memoryview(request)
-        while True:
-            poller = select.poll()
-            poller.register(self._read_fd, select.POLLIN)
-            poller.register(self._wake_fd, select.POLLIN)
-            if pending:
-                poller.register(self._write_fd, select.POLLOUT)
-            is_late = time.monotonic() >= deadline
-            # Late or not, the pipe is looked at once more: this thread may itself have been held up.
-            events = dict(poller.poll(0 if is_late else 1000 * min(_POLL_S, deadline - time.monotonic())))
-            if self._wake_fd in events:
-                return "killed", "the pool was closed"
-            if self._write_fd in events:
-                try:
-                    pending = pending[os.write(self._write_fd, pending) :]
-                except BlockingIOError:
-                    pass
-                except BrokenPipeError:
-                    return "died", "the worker ended"
-            if self._read_fd in events:
-                data = os.read(self._read_fd, 1 << 20)
-                if not data:
-                    return "died", "the worker ended"
-                self._inbox += data
-                if (message := self._take_message()) is not None:
-                    return "ok", message
-            elif is_late:
-                return "timeout", ""
-            if self._resident_bytes() > self._memory_limit_bytes:
-                return "killed", f"the worker used more than {self._memory_limit_bytes >> 20} MiB"
-
-    def _take_message(self) -> bytes | None:
-        if len(self._inbox) < HEADER.size:
-            return None
-        end = HEADER.size + HEADER.unpack_from(self._inbox)[0]
-        if len(self._inbox) < end:
-            return None
-        message = bytes(self._inbox[HEADER.size : end])
-        del self._inbox[:end]
-        return message
-
-    def _resident_bytes(self) -> int:
-        try:
-            return psutil.Process(self._process.pid).memory_info().rss
-        except (psutil.Error, OSError):  # it ended, or this process may open no more files: the second limit is left
-            return 0
-
-    def stop(self) -> str:
-        """Ends the whole process group, SIGTERM then SIGKILL, reaps the worker, and says how it ended."""
-        self._signal_group(signal.SIGTERM)
-        self._poll_end.poll(1000 * _TERMINATE_S)
-        # Before the worker is reaped: until then its id, which names the group, cannot belong to anybody else.
-        self._signal_group(signal.SIGKILL)
-        code = self._process.wait()
-        self._stderr.seek(0, os.SEEK_END)
-        self._stderr.seek(max(0, self._stderr.tell() - 2000))
-        words = self._stderr.read().decode(errors="replace").strip().splitlines()
-        self._files.close()
-        end = f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.Signals(-code).name})"
-        return end + (f", last words: {words[-1].strip()}" if words else "")
-
-    def _signal_group(self, number: signal.Signals) -> None:
-        # macOS refuses with PermissionError when only the dead leader is left.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, number)
-
-
-def _reason_and_fix(error: OSError) -> str:
-    file = "" if error.filename is None else f": {error.filename}"
-    return f"{error.strerror or error}{file}; {_START_FIXES.get(error.errno or 0, _FEWER_WORKERS)}"
 
 
 def _function_name(function: Callable[..., Any] | str) -> str:

@@ -11,8 +11,9 @@ from jaxsp.config import UsageError
 from jaxsp.json_lines import read_json_lines, text_of
 from jaxsp.verifiers.choice import check_choice
 from jaxsp.verifiers.math_answer import Verdict, check_math, is_parseable_expression, last_boxed, quick_math
-from jaxsp.verifiers.process_pool import Outcome, ProcessPool
+from jaxsp.verifiers.process_pool import ProcessPool
 from jaxsp.verifiers.text_match import check_text
+from jaxsp.verifiers.worker import Outcome
 
 VerifierKind = Literal["math", "choice", "text"]
 AnswerType = Literal["integer", "expression", "string", "choice"]

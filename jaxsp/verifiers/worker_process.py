@@ -1,4 +1,4 @@
-"""The other end of `jaxsp.verifiers.process_pool`: a process that answers calls until its parent is gone."""
+"""The other end of `jaxsp.verifiers.worker`: a process that answers calls until its parent is gone."""
 
 import ctypes
 import functools

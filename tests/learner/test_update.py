@@ -111,7 +111,7 @@ def test_learner_logprobs_are_those_of_a_plain_forward_pass(logprobs_fn):
     assert (logprobs[~batch.target_mask] == 0).all()
 
 
-def test_microbatched_equals_whole(descent_update, whole):
+def test_gradients_of_microbatches_add_up_to_those_of_the_whole(descent_update, whole):
     items = random_items()
     _, stats = make_batch(items, row_tokens=20, rows_per_microbatch=2)
     assert stats.num_rows == 5

@@ -19,7 +19,7 @@ def test_llama3_scaling_keeps_short_wavelengths_divides_long_ones_and_is_linear_
     np.testing.assert_allclose(found, [1.0, second, 0.001, 0.0001], rtol=1e-6)
 
 
-def test_rotation_by_hand():
+def test_a_plane_turns_by_position_times_frequency():
     # One plane (0, 1) at frequency 1 and position 2: (1, 0) turns to (cos 2, sin 2).
     cos, sin = rotation_angles(Rope(10_000.0), 2, jnp.array([[2]]))
     found = rotate(jnp.array([[[[1.0, 0.0]]]]), cos, sin)

@@ -52,7 +52,7 @@ LLAMA3_SCALING = {
 }
 
 
-def test_sizes_of_qwen3_8b():
+def test_qwen3_8bs_config_gives_its_sizes():
     sizes = sizes_from_hf_config(QWEN3_8B)
     assert (sizes.embed_dim, sizes.mlp_dim, sizes.num_layers) == (4096, 12288, 36)
     assert (sizes.num_heads, sizes.num_kv_heads, sizes.head_dim) == (32, 8, 128)

@@ -43,7 +43,7 @@ def test_tau_is_a_variance_so_the_width_is_its_root():
         ("learnability_4p1mp", 0.0, 0.0, 0.75, 1.0, 0.0),
     ],
 )
-def test_boundary_values(name, at_0, just_above_0, at_quarter, at_half, at_1):
+def test_rewards_at_the_bounds_are_those_of_their_formulas(name, at_0, just_above_0, at_quarter, at_half, at_1):
     reward = SOLVE_RATE_REWARDS[name]
     values = [reward(p, TAU) for p in (0.0, 1e-9, 0.25, 0.5, 1.0)]
     assert values == pytest.approx([at_0, just_above_0, at_quarter, at_half, at_1], abs=1e-5)

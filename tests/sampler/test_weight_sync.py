@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from jaxsp.sampler.weight_sync import to_sampler_layout
 HERE = Path(__file__).parent
 
 SHARDED = """
+import json
 import jax
 from jaxsp.config import UsageError
 from jaxsp.mesh import make_mesh, shardings
@@ -31,16 +33,16 @@ expected = generate_all(tiny_engine(params), requests)
 mesh = make_mesh(data=1, fsdp=4, context=1, expert=1, tensor=2)
 scattered = jax.device_put(params, shardings(mesh, logical_axes(SIZES)))
 engine = tiny_engine(scattered, mesh=mesh)
-assert_same_samples(generate_all(engine, requests), expected)
+samples = [expected, generate_all(engine, requests)]
 assert tuple(engine._params["layers"][0]["k"]["kernel"].sharding.spec) == ("fsdp", "tensor", None)
 warm = engine.num_compilations
 engine.load(scattered, 4)
-assert_same_samples(generate_all(engine, requests), expected)
+samples.append(generate_all(engine, requests))
 assert engine.num_compilations == warm
 wide = make_mesh(data=1, fsdp=1, context=1, expert=1, tensor=4, devices=jax.devices()[:4])
 for attention in ("auto", interpreted("tpu"), interpreted("gpu")):  # each of the 2 kv heads on 2 of the 4 devices
     engine = tiny_engine(params, mesh=wide, attention=attention)
-    assert_same_samples(generate_all(engine, requests), expected)
+    samples.append(generate_all(engine, requests))
     assert engine._batch._cache[0][0].sharding.shard_shape(engine._batch._cache[0][0].shape)[1] == 1
 for tensor, message in ((3, "kv_heads = 2 cannot be split or copied evenly over mesh.tensor = 3"),
                         (8, "heads = 4 does not divide over mesh.tensor = 8")):
@@ -51,6 +53,9 @@ for tensor, message in ((3, "kv_heads = 2 cannot be split or copied evenly over 
         assert message in str(error), error
     else:
         raise AssertionError(f"4 heads that read 2 kv heads were accepted over {tensor} devices")
+for found in samples:
+    assert_same_samples(found, expected)
+print(json.dumps([[completion.tokens for completion in found] for found in samples]))
 """
 
 
@@ -104,5 +109,6 @@ def test_several_devices_sample_the_ids_that_one_samples():
         "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])]),
     }  # fmt: skip
     done = subprocess.run([sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True, timeout=300)
-    if done.returncode:
-        pytest.fail(done.stderr[-3000:])
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, *several = json.loads(done.stdout)
+    assert len(one) == 4 and several == [one] * 5

@@ -233,7 +233,7 @@ def test_leaving_frees_the_slots(served: Served) -> None:
     assert engine.stats()["sampler/num_sampled_tokens"] < 60 * 100
 
 
-def test_models_and_health(served: Served) -> None:
+def test_the_one_model_is_listed_and_the_server_is_well(served: Served) -> None:
     (card,) = served.client.models.list().data
     assert (card.id, card.object, card.owned_by) == ("tiny", "model", "jaxsp")
     assert (card.model_extra or {})["max_model_len"] == 256

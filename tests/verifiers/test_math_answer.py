@@ -181,5 +181,5 @@ def test_the_quick_path_settles_plain_integers():
         ("x +", False),
     ],
 )
-def test_expressions_that_parse(text, expected):
+def test_only_what_is_an_expression_parses(text, expected):
     assert is_parseable_expression(text) is expected

@@ -17,7 +17,6 @@ NUM_OTHER_DOCUMENTS = 48
 NUM_HELDOUT_PER_QUANTITY_KIND = 36
 NUM_HELDOUT_PER_OTHER_KIND = 26
 
-
 TAKING = {"quantities": "left", "comparisons": "more"}
 """What takes away in the documents of each of these topics."""
 
