@@ -17,6 +17,7 @@ from jaxsp.model.decoder import abstract_params, logical_axes
 from jaxsp.model.sizes import DecoderSizes
 from jaxsp.policy import sampler_mesh
 from jaxsp.run import abstract_arrays, open_parts
+from jaxsp.sampler.cpu_products import choose_products
 from jaxsp.sampler.paged_attention import choose
 from jaxsp.sampler.scheduler import context_buckets, prompt_buckets, row_buckets
 from jaxsp.sampler.weight_sync import sampler_shardings, sampler_sizes
@@ -56,6 +57,8 @@ def describe(config: RunConfig, console: Console) -> None:
         dtype=config.model.compute_dtype,
     )  # fmt: skip
     line("sampler attention", f"{attention.name}, pages of {page_tokens} tokens")
+    chosen = choose_products(config.sampler.products, devices[0], parts.sampler_mesh.size, config.model.compute_dtype)
+    line("sampler products", chosen.name + (f" (cpu {chosen.why_not})" if chosen.why_not else ""))
     line("sampler contexts", _listed(context_buckets(config.sampler.max_context, page_tokens)))
     line("sampler prompts", _listed(prompt_buckets(config.sampler.prefill_tokens)))
     console.print(_memory_table(memory, devices[0]))

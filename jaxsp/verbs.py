@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -216,14 +217,13 @@ def _sample(arguments: argparse.Namespace) -> int:
     else:
         prompts = read_inputs(arguments.prompts, ("prompt", "messages", "tokens"))
     options = _options(SampleOptions, arguments)
-    if options.wants_raw and (arguments.stream or not arguments.json):
-        raise UsageError("--raw adds to the lines of --json, without --stream")
+    if options.wants_raw and not arguments.json:
+        raise UsageError("--raw adds to the lines of --json; add that too")
     if arguments.stream:
         if len(prompts) * options.num_samples > 1:
             raise UsageError("--stream prints one sample while it is made: give one prompt, and no --num-samples")
-        stream_sample(
-            _find_model(arguments), prompts[0], options, _print_json_delta if arguments.json else _print_delta
-        )
+        print_json_delta = functools.partial(_print_json_delta, wants_raw=options.wants_raw)
+        stream_sample(_find_model(arguments), prompts[0], options, print_json_delta if arguments.json else _print_delta)
         return 0
     places = iter([(prompt.place, number + 1) for prompt in prompts for number in range(options.num_samples)])
 
@@ -231,7 +231,8 @@ def _sample(arguments: argparse.Namespace) -> int:
         """Prints a sample, under its place where there are several."""
         place, number = next(places)
         if arguments.json:
-            _print_json(_sample_row(request, completion, options.wants_raw))
+            row = _drawn_row(completion, completion.finish_reason, options.wants_raw)
+            _print_json({"prompt_tokens": list(request.tokens), **row})
             return
         if len(prompts) * options.num_samples > 1:
             print(f"--- {place}, sample {number}: {len(completion.tokens)} tokens, {completion.finish_reason}")
@@ -241,14 +242,13 @@ def _sample(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _sample_row(request: "GenerateRequest", completion: "Completion", wants_raw: bool) -> dict[str, Any]:
-    raw = {"raw_logprobs": list(completion.raw_logprobs), "kept_mass": list(completion.kept_mass)} if wants_raw else {}
+def _drawn_row(drawn: "Completion | Delta", finish_reason: str | None, wants_raw: bool) -> dict[str, Any]:
+    raw = {"raw_logprobs": list(drawn.raw_logprobs), "kept_mass": list(drawn.kept_mass)} if wants_raw else {}
     return {
-        "prompt_tokens": list(request.tokens),
-        "tokens": list(completion.tokens),
-        "logprobs": list(completion.behaviour_logprobs),
-        "text": completion.text,
-        "finish_reason": completion.finish_reason,
+        "tokens": list(drawn.tokens),
+        "logprobs": list(drawn.behaviour_logprobs),
+        "text": drawn.text,
+        "finish_reason": finish_reason,
         **raw,
     }
 
@@ -257,15 +257,9 @@ def _print_delta(delta: "Delta") -> None:
     print(delta.text, end="" if delta.completion is None else "\n", flush=True)
 
 
-def _print_json_delta(delta: "Delta") -> None:
-    _print_json(
-        {
-            "tokens": list(delta.tokens),
-            "logprobs": list(delta.behaviour_logprobs),
-            "text": delta.text,
-            "finish_reason": None if delta.completion is None else delta.completion.finish_reason,
-        }
-    )
+def _print_json_delta(delta: "Delta", wants_raw: bool) -> None:
+    finish_reason = None if delta.completion is None else delta.completion.finish_reason
+    _print_json(_drawn_row(delta, finish_reason, wants_raw))
 
 
 def _chat(arguments: argparse.Namespace) -> int:

@@ -71,9 +71,16 @@ def test_sample_is_one_of_the_choices_and_tells_the_raw_logprobs(directory: Path
         assert all(raw <= own + 1e-5 for raw, own in zip(row["raw_logprobs"], row["logprobs"], strict=True))
 
 
+def test_a_streamed_sample_has_the_raw_logprobs_of_the_whole_one(directory: Path, capsys) -> None:
+    arguments = ["sample", directory / "run", "--prompt", "one", "--max-tokens", "30", "--top-k", "5", "--raw"]
+    (whole,), parts = json_lines(capsys, *arguments), json_lines(capsys, *arguments, "--stream")
+    for name in ("tokens", "logprobs", "raw_logprobs", "kept_mass"):
+        assert [value for part in parts for value in part[name]] == whole[name]
+
+
 def test_raw_logprobs_without_json_have_no_place_to_go(directory: Path, capsys) -> None:
     assert main(["sample", str(directory / "run"), "--prompt", "one", "--raw"]) == 2
-    assert capsys.readouterr().err == "jaxsp: --raw adds to the lines of --json, without --stream\n"
+    assert capsys.readouterr().err == "jaxsp: --raw adds to the lines of --json; add that too\n"
 
 
 def test_sample_gives_readable_text_without_json(directory: Path, capsys) -> None:

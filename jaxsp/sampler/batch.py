@@ -32,6 +32,7 @@ from jaxsp.sampler.scheduler import (
     row_buckets,
 )
 from jaxsp.sampler.score_edits import ScoreEdits, make_score_edits
+from jaxsp.sampler.streaming import Decoded, decode_more, new_stops
 from jaxsp.trajectory import GenerateRequest
 
 
@@ -47,6 +48,8 @@ class Sample:
     raw_logprobs: list[float] = field(default_factory=list)
     kept_mass: list[float] = field(default_factory=list)
     """These two only where the request wants them."""
+    decoded: Decoded = field(default_factory=Decoded)
+    """The text so far, where the request has stop strings."""
     is_ended: bool = False
     """Complete, or nobody waits for it any more: anyone may set it, between two steps."""
     pages: list[int] = field(default_factory=list)
@@ -360,7 +363,13 @@ class Batch:
         if sample.request.wants_raw:
             sample.raw_logprobs += drawn.raw_logprobs.tolist()
             sample.kept_mass += drawn.kept_mass.tolist()
-        ending = find_ending(sample.request, sample.tokens, num_checked, self._settings.decode_text)
+        decode_text = self._settings.decode_text
+        stops: tuple[str, ...] = ()
+        if sample.request.stop_strings:
+            before = sample.decoded
+            text, sample.decoded = decode_more(before, sample.tokens, decode_text)
+            stops = new_stops(before, text, sample.request.stop_strings)
+        ending = find_ending(sample.request, sample.tokens, num_checked, decode_text, stops)
         if ending is None:
             self.counts.sampled_tokens += len(sample.tokens) - num_checked
             return

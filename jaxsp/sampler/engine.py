@@ -151,11 +151,17 @@ class Engine:
                     continue
                 text, done = decode_more(done, sample.tokens[:num_tokens], self._settings.decode_text)
                 end = num_certain(text, request.stop_strings)
-                logprobs = sample.logprobs[start:num_tokens]
-                yield Delta(tuple(sample.tokens[start:num_tokens]), tuple(logprobs), text[num_chars:end])
+                new = slice(start, num_tokens)
+                yield Delta(
+                    tuple(sample.tokens[new]), tuple(sample.logprobs[new]), text[num_chars:end],
+                    tuple(sample.raw_logprobs[new]), tuple(sample.kept_mass[new]),
+                )  # fmt: skip
                 num_chars = end
-            whole = await future
-            yield Delta(whole.tokens[num_tokens:], whole.behaviour_logprobs[num_tokens:], whole.text[num_chars:], whole)
+            whole, new = await future, slice(num_tokens, None)
+            yield Delta(
+                whole.tokens[new], whole.behaviour_logprobs[new], whole.text[num_chars:],
+                whole.raw_logprobs[new], whole.kept_mass[new], whole,
+            )  # fmt: skip
 
     @contextlib.asynccontextmanager
     async def _in_flight(self, request: GenerateRequest) -> AsyncGenerator[Sample]:
@@ -342,22 +348,10 @@ def make_engine(
     or `attention` or `products` cannot run.
     """
     cache_tokens = num_slots * max_context if cache_tokens is None else cache_tokens
-    named = {
-        "num_slots": num_slots, "max_context": max_context, "decode_chunk": decode_chunk,
-        "prefill_tokens": prefill_tokens, "page_tokens": page_tokens,
-    }  # fmt: skip
-    for name, value in named.items():
-        if value is not None and value < 1:
-            raise UserError(f"sampler.{name} = {value} is below 1")
-    if cache_tokens < max_context:
-        raise UserError(f"sampler.cache_tokens = {cache_tokens} is below sampler.max_context = {max_context}")
-    if max_context > sizes.max_positions:
-        raise UserError(
-            f"sampler.max_context = {max_context} exceeds the {sizes.max_positions} positions the model was made for "
-            "(max_position_embeddings); lower sampler.max_context"
-        )
-    if sizes.num_labels:
-        raise UserError("model: a sequence-classification checkpoint has no language head and cannot be sampled from")
+    _check_settings(
+        sizes, num_slots=num_slots, max_context=max_context, decode_chunk=decode_chunk, prefill_tokens=prefill_tokens,
+        page_tokens=page_tokens, cache_tokens=cache_tokens,
+    )  # fmt: skip
     compute_dtype = jnp.dtype(compute_dtype)
     param_shardings, kv_sharding = None, None
     if mesh is not None:
@@ -387,6 +381,21 @@ def make_engine(
     )
     max_waiting = 16 * num_slots if max_waiting is None else max_waiting
     return Engine(sizes, programs, settings, param_shardings, chosen.panel, steps_in_thread, max_waiting)
+
+
+def _check_settings(sizes: DecoderSizes, *, max_context: int, cache_tokens: int, **settings: int | None) -> None:
+    for name, value in {"max_context": max_context, **settings}.items():
+        if value is not None and value < 1:
+            raise UserError(f"sampler.{name} = {value} is below 1")
+    if cache_tokens < max_context:
+        raise UserError(f"sampler.cache_tokens = {cache_tokens} is below sampler.max_context = {max_context}")
+    if max_context > sizes.max_positions:
+        raise UserError(
+            f"sampler.max_context = {max_context} exceeds the {sizes.max_positions} positions the model was made for "
+            "(max_position_embeddings); lower sampler.max_context"
+        )
+    if sizes.num_labels:
+        raise UserError("model: a sequence-classification checkpoint has no language head and cannot be sampled from")
 
 
 def _look_at(task: asyncio.Task[None]) -> None:

@@ -218,9 +218,16 @@ class Ending:
 
 
 def find_ending(
-    request: GenerateRequest, tokens: Sequence[int], num_checked: int, decode_text: Callable[[Sequence[int]], str]
+    request: GenerateRequest,
+    tokens: Sequence[int],
+    num_checked: int,
+    decode_text: Callable[[Sequence[int]], str],
+    stop_strings: Sequence[str] | None = None,
 ) -> Ending | None:
     """How `tokens`, of which the first `num_checked` are known to go on, end the sample; None if they do not.
+
+    `stop_strings` are those of the request that the other tokens may have completed; None: perhaps all. Without any,
+    the text of a sample that goes on is not decoded.
 
     A stop id, the end of a choice or a completed stop string ends it, whichever comes first, else `max_tokens`. A stop
     string counts from the token that completes it in the decoded text, wherever it began; the text is cut before it.
@@ -231,13 +238,14 @@ def find_ending(
         trie = make_trie(request.choices)
         stop = len(tokens) if trie.is_leaf(trie.walk(tokens)) else None
     end = min(stop or len(tokens), request.max_tokens)
-    if request.stop_strings:
+    stop_strings = request.stop_strings if stop_strings is None else stop_strings
+    if stop_strings:
         ignored = len(decode_text(tokens[: request.min_tokens - 1])) if request.min_tokens > 1 else 0
         whole = decode_text(tokens[:end])
-        if _places_of(request.stop_strings, whole, ignored):
+        if _places_of(stop_strings, whole, ignored):
             for num_tokens in range(max(num_checked + 1, request.min_tokens), end + 1):
                 text = whole if num_tokens == end else decode_text(tokens[:num_tokens])
-                if found := _places_of(request.stop_strings, text, ignored):
+                if found := _places_of(stop_strings, text, ignored):
                     return Ending(num_tokens, text[: min(found)], "stop")
     if end == stop:
         return Ending(end, decode_text(tokens[:end]), "stop")

@@ -21,6 +21,7 @@ class Delta:
     Attributes:
         tokens: new ids.
         behaviour_logprobs: one for each of them, see `Completion`.
+        raw_logprobs, kept_mass: likewise where the request wants them, else empty.
         text: what is new in the text. It may lag behind the tokens, and is then in a later delta, or cut by a stop.
         completion: the whole sample, with the last delta.
     """
@@ -28,6 +29,8 @@ class Delta:
     tokens: tuple[int, ...]
     behaviour_logprobs: tuple[float, ...]
     text: str
+    raw_logprobs: tuple[float, ...] = ()
+    kept_mass: tuple[float, ...] = ()
     completion: Completion | None = None
 
 
@@ -54,6 +57,11 @@ def decode_more(
         return text, done
     is_visible = decode_text(tokens[done.num_tokens :]).strip() != ""
     return text, Decoded(text, len(tokens), done.num_tokens if is_visible else done.start)
+
+
+def new_stops(done: Decoded, text: str, stop_strings: Sequence[str]) -> tuple[str, ...]:
+    """The stop strings that stand in `text`, all of the tokens', but not in what was `done` of it before."""
+    return tuple(stop for stop in stop_strings if text.find(stop, max(len(done.text) - len(stop) + 1, 0)) >= 0)
 
 
 def num_certain(text: str, stop_strings: Sequence[str]) -> int:

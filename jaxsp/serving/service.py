@@ -124,7 +124,7 @@ class Service:
     async def all_of(self, requests: Sequence[GenerateRequest]) -> list[Delta]:
         """Each sample as one delta."""
         completions = await asyncio.gather(*map(self.engine.generate, requests))
-        return [Delta(each.tokens, each.behaviour_logprobs, each.text, each) for each in completions]
+        return [Delta(each.tokens, each.behaviour_logprobs, each.text, completion=each) for each in completions]
 
     async def each_of(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[tuple[int, Delta]]:
         """The samples as they come, each delta with the index of its request. Close it to leave."""

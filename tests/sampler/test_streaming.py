@@ -106,6 +106,20 @@ def test_decoding_goes_on_where_it_was(decoders) -> None:
     assert max(seen) < 300  # ids 256 to 639 come in runs without a whole character
 
 
+def test_a_sample_with_stop_strings_decodes_what_is_new_and_not_all_of_it_again():
+    """Else a long answer would cost the square of its length."""
+    seen: list[int] = []
+
+    def decode(tokens: Sequence[int]) -> str:
+        seen.append(len(tokens))
+        return text_of(tokens)
+
+    requests = [GenerateRequest(prompt(0, 5), 0, 400, stop_strings=(stop,)) for stop in ("no such text", "a")]
+    for completion in generate_all(tiny_engine(max_context=512, decode_text=decode), requests):
+        assert len(completion.tokens) == 400
+    assert sorted(seen)[-3] < 20  # all of it once for each of the two
+
+
 async def read(engine: Engine, request: GenerateRequest) -> list[Delta]:
     return [delta async for delta in engine.stream(request)]
 
@@ -115,6 +129,8 @@ def assert_deltas_make_the_completion(deltas: Sequence[Delta]) -> None:
     assert whole is not None and [delta.completion for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
     assert tuple(token for delta in deltas for token in delta.tokens) == whole.tokens
     assert tuple(value for delta in deltas for value in delta.behaviour_logprobs) == whole.behaviour_logprobs
+    assert tuple(value for delta in deltas for value in delta.raw_logprobs) == whole.raw_logprobs
+    assert tuple(value for delta in deltas for value in delta.kept_mass) == whole.kept_mass
     assert "".join(delta.text for delta in deltas) == whole.text
 
 
@@ -124,6 +140,7 @@ def test_streams_give_what_generate_gives_a_chunk_at_a_time(steps_in_thread: boo
     expected = generate_all(tiny_engine(), requests)
     stop = expected[3].text[10:14]
     requests.append(dataclasses.replace(requests[3], stop_strings=(stop,)))
+    requests.append(dataclasses.replace(requests[4], wants_raw=True, top_k=20))
     expected = generate_all(tiny_engine(), requests)
     engine = tiny_engine(steps_in_thread=steps_in_thread)
 
