@@ -148,7 +148,8 @@ XLA_FFI_Error *jaxsp_cpu_products(XLA_FFI_CallFrame *frame) {
   const XLA_FFI_Buffer *x = argument(frame, 0);
   long num_products = frame->rets.size - 1, rows = x->dims[0], num_in = x->dims[1];
   if (num_products > MOST_PRODUCTS) return fail(frame, "jaxsp_cpu_products: too many w");
-  task task = {x->data, result(frame, num_products)->data, rows, (rows + ROWS - 1) / ROWS, num_in,
+  long most_rows = rows <= ROWS ? ROWS / 2 : ROWS;  // few rows wait for memory: two panels are two streams of it
+  task task = {x->data, result(frame, num_products)->data, rows, (rows + most_rows - 1) / most_rows, num_in,
                (num_in + BLOCK - 1) / BLOCK, 0, 0, {{0}}};
   for (long i = 0; i < num_products; i++) {
     const XLA_FFI_Buffer *w = argument(frame, i + 1), *y = result(frame, i);
