@@ -4,6 +4,7 @@ The library is kept in `$XDG_CACHE_HOME/jaxsp`, else `~/.cache/jaxsp`, under a n
 another processor, compiler, jaxlib or source gets its own.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -42,7 +43,7 @@ def load_kernels() -> Kernels | str:
     if compiler is None:
         return f"needs a C compiler, and PATH has no {' or '.join(names)} (the variable CC names another)"
     try:
-        library = ctypes.CDLL(str(_compiled(compiler)))
+        library = _library(compiler)
     except subprocess.CalledProcessError as error:
         said = (error.stderr or "").strip().splitlines()
         return f"was not compiled by {compiler}: {said[-1] if said else f'exit code {error.returncode}'}"
@@ -53,35 +54,32 @@ def load_kernels() -> Kernels | str:
     return Kernels(panel=int(library.jaxsp_cpu_panel()), lanes=int(library.jaxsp_cpu_lanes()))
 
 
-def _compiled(compiler: str) -> Path:
-    """The library, made if there is none yet."""
+def _library(compiler: str) -> ctypes.CDLL:
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxsp"
+    with contextlib.suppress(OSError):
+        directory.mkdir(parents=True, exist_ok=True)
+    if os.access(directory, os.W_OK | os.X_OK):
+        return ctypes.CDLL(str(_compiled(compiler, directory)))
+    with tempfile.TemporaryDirectory(prefix="jaxsp-") as scratch:  # what is loaded stays loaded
+        return ctypes.CDLL(str(_compiled(compiler, Path(scratch))))
+
+
+def _compiled(compiler: str, directory: Path) -> Path:
+    """The library's file, made if there is none yet."""
     sources = sorted(_SOURCES.glob("*.[ch]"))
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
     texts = [path.read_text() for path in sources]
     made_of = repr((texts, version, _FLAGS, jaxlib.version.__version__, _processor()))
-    name = f"cpu-kernels-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
-    directory = _writable_directory()
-    library = directory / name
+    library = directory / f"cpu-kernels-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         # Processes that begin together each compile, and the last one's takes the place of the others', whole.
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
-            fresh = Path(scratch) / name
+            fresh = Path(scratch) / library.name
             files = [str(path) for path in sources if path.suffix == ".c"]
             command = [compiler, *_FLAGS, "-I", jax.ffi.include_dir(), *files, "-o", str(fresh)]
             subprocess.run(command, check=True, capture_output=True, text=True)
             fresh.replace(library)
     return library
-
-
-def _writable_directory() -> Path:
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxsp"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if os.access(directory, os.W_OK | os.X_OK):
-            return directory
-    except OSError:
-        pass
-    return Path(tempfile.mkdtemp(prefix="jaxsp-"))
 
 
 def _processor() -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+import platform
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -193,3 +194,31 @@ def test_kernels_are_compiled_once_for_a_source_and_also_where_the_cache_cannot_
         assert (done.returncode, done.stdout) == (0, f"{kernels().panel}\n"), done.stderr
         if num_files is not None:
             assert len(list((cache / "jaxsp").iterdir())) == num_files
+
+
+NARROWER = """
+import jax.numpy as jnp
+import test_cpu_products, test_paged_attention
+print(test_cpu_products.kernels().lanes)
+for num_rows in (5, 13, 31):
+    test_cpu_products.test_a_row_gives_the_same_bits_alone_and_among_others(num_rows)
+test_cpu_products.test_products_are_exact_within_the_rounding_of_their_sums()
+test_paged_attention.test_a_row_of_many_blocks_attends_on_a_cpu_as_exact_arithmetic_does()
+test_paged_attention.test_a_kernel_gives_what_xla_gives_and_writes_only_the_new_tokens("cpu", jnp.float32, 2e-6, 64)
+"""
+
+
+@pytest.mark.parametrize(
+    ("processor", "lanes"), [("x86-64", 4), ("haswell", 8)] if platform.machine() == "x86_64" else [("native", 4)]
+)
+def test_processors_with_narrower_vectors_get_the_same_answers(tmp_path, processor, lanes):
+    compiler = tmp_path / "cc"
+    compiler.write_text(f'#!/bin/sh\nexec cc $(echo "$@" | sed s/-march=native/-march={processor}/)\n')
+    compiler.chmod(0o755)
+    here = os.path.dirname(__file__)
+    environment = {
+        **os.environ, "CC": str(compiler), "XDG_CACHE_HOME": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join([here, os.path.dirname(os.path.dirname(here))]),
+    }  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", NARROWER], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{lanes}\n"), done.stderr

@@ -28,7 +28,10 @@ static long run(const task *task, long position, long end) {
 }
 
 INLINE float total(vec v) {
-  typedef float eight __attribute__((vector_size(32))), four __attribute__((vector_size(16)));
+  typedef float four __attribute__((vector_size(16)));
+#if LANES >= 8
+  typedef float eight __attribute__((vector_size(32)));
+#endif
 #if LANES == 16
   eight e = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
             __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -181,6 +184,8 @@ XLA_FFI_Error *jaxsp_cpu_attention(XLA_FFI_CallFrame *frame) {
   if (frame->args.size != 8 || frame->rets.size != 3) return fail(frame, "jaxsp_cpu_attention: 8 arguments, 3 results");
   const XLA_FFI_Buffer *q = argument(frame, 0), *k = argument(frame, 1), *keys = argument(frame, 3);
   const XLA_FFI_Buffer *table = argument(frame, 5);
+  for (long i = 0; i < 5; i++)
+    if (argument(frame, i)->dtype != XLA_FFI_DataType_F32) return fail(frame, "jaxsp_cpu_attention: not float32");
   if (q->rank != 3 || k->rank != 3 || keys->rank != 4 || table->rank != 2 || q->dims[2] % LANES ||
       q->dims[1] % k->dims[1] || keys->dims[1] != k->dims[1] || keys->dims[3] != q->dims[2] ||
       table->dims[0] != q->dims[0])

@@ -54,10 +54,18 @@ static void help(void *data) {
   leave(data);
 }
 
+static inline int is_error(const XLA_FFI_CallFrame *frame, XLA_FFI_Error *error) {
+  if (!error) return 0;
+  XLA_FFI_Error_Destroy_Args args = {XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, NULL, error};
+  frame->api->XLA_FFI_Error_Destroy(&args);
+  return 1;
+}
+
+// Threads of the pool; 1 where there is no pool.
 static inline long count_threads(const XLA_FFI_CallFrame *frame) {
   int64_t count = 1;
   XLA_FFI_ThreadPool_NumThreads_Args args = {XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, NULL, frame->ctx, &count};
-  return frame->api->XLA_FFI_ThreadPool_NumThreads(&args) ? 1 : count;
+  return is_error(frame, frame->api->XLA_FFI_ThreadPool_NumThreads(&args)) ? 1 : count;
 }
 
 // Returns when `run` has returned for every item. The caller works too and waits only for items that others have begun,
@@ -74,7 +82,7 @@ static inline void for_all(const XLA_FFI_CallFrame *frame, void (*run)(void *, l
     XLA_FFI_ThreadPool_Schedule_Args args = {XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE, NULL, frame->ctx, help,
                                              shared};
     atomic_fetch_add(&shared->num_users, 1);
-    if (frame->api->XLA_FFI_ThreadPool_Schedule(&args)) leave(shared);
+    if (is_error(frame, frame->api->XLA_FFI_ThreadPool_Schedule(&args))) leave(shared);
   }
   work(shared);
   for (long spins = 0; atomic_load(&shared->num_done) < num_items; spins++)
