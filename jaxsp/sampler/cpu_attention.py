@@ -1,7 +1,7 @@
-"""Decoding attention in the pages of the cache on a CPU, by a C kernel (`cpu/attention.c`).
+"""Attention in the pages of the cache on a CPU, by a C kernel (`cpu/attention.c`).
 
-Legend: B decoding rows, N query heads, K kv heads, H head size, G pages of the cache, T tokens of a page, W pages of a
-row.
+Legend: B rows, L new tokens of a row, N query heads, K kv heads, H head size, G pages of the cache,
+T tokens of a page, W pages of a row.
 """
 
 import jax
@@ -34,7 +34,24 @@ def decode_attention(
     is_active: Bool[Array, " B"],
 ) -> tuple[Float[Array, "B N H"], Float[Array, "G K T H"], Float[Array, "G K T H"]]:
     """See `jaxsp.sampler.paged_attention.Implementation.decode`."""
+    out, keys, values = prompt_attention(
+        q[:, None], k[:, None], v[:, None], keys, values, table, length, is_active.astype(jnp.int32)
+    )
+    return out[:, 0], keys, values
+
+
+def prompt_attention(
+    q: Float[Array, "B L N H"],
+    k: Float[Array, "B L K H"],
+    v: Float[Array, "B L K H"],
+    keys: Float[Array, "G K T H"],
+    values: Float[Array, "G K T H"],
+    table: Int[Array, "B W"],
+    start: Int[Array, " B"],
+    count: Int[Array, " B"],
+) -> tuple[Float[Array, "B L N H"], Float[Array, "G K T H"], Float[Array, "G K T H"]]:
+    """See `jaxsp.sampler.paged_attention.Implementation.prefill`."""
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (q, keys, values)]
     call = jax.ffi.ffi_call(ATTENTION, shapes, input_output_aliases={3: 1, 4: 2})
-    out, keys, values = call(q, k, v, keys, values, table.astype(jnp.int32), length.astype(jnp.int32), is_active)
+    out, keys, values = call(q, k, v, keys, values, *(x.astype(jnp.int32) for x in (table, start, count)))
     return out, keys, values

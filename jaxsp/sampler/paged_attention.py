@@ -58,6 +58,10 @@ class Implementation:
     Writes `k[b]` and `v[b]` at position `length[b]` of each active row, into the page that its table names, and lets
     `q[b]` look at the `length[b] + 1` first positions. A row that is not active writes nothing, and its numbers are
     finite. `keys` and `values` are changed in place where they are donated. None: rows are gathered."""
+    prefill: Callable[..., tuple[Array, Array, Array]] | None = None
+    """`(q [P, L, N, H], k [P, L, K, H], v [P, L, K, H], keys, values, table [P, W], start [P], count [P]) -> (out
+    [P, L, N, H], keys, values)`: likewise for the `count[p]` first tokens of each prompt, from position `start[p]` on.
+    None: XLA's products over gathered rows."""
 
 
 def _tpu_complaint(shape: CacheShape) -> str | None:
@@ -93,7 +97,9 @@ IMPLEMENTATIONS = {
     for implementation in (
         Implementation("tpu", "tpu", 64, True, _tpu_complaint, tpu_attention.decode_attention),
         Implementation("gpu", "gpu", 16, False, _gpu_complaint, gpu_attention.decode_attention),
-        Implementation("cpu", "cpu", 16, False, _cpu_complaint, cpu_attention.decode_attention),
+        Implementation(
+            "cpu", "cpu", 16, False, _cpu_complaint, cpu_attention.decode_attention, cpu_attention.prompt_attention
+        ),
         Implementation("xla", None, 16, False, lambda shape: None, None),
     )
 }
@@ -143,14 +149,24 @@ def choose(
 
 def prefill_attend(
     implementation: Implementation,
+    kv_sharding: NamedSharding | None,
     table: Int[Array, "P W"],
     position: Int[Array, "P L"],
     is_real: Bool[Array, "P L"],
 ) -> decoder.Attend:
-    """Attention of prompts' tokens, which it writes into the rows' pages where they are real: XLA's everywhere.
+    """Attention of prompts' tokens, which it writes into the rows' pages where they are real.
 
     A row's positions follow one another, and the real ones come first.
     """
+    if implementation.prefill is not None:
+        prefill = _over_heads(implementation.prefill, kv_sharding, (None, None))
+
+        def attend_in_place(q: Array, k: Array, v: Array, entry: tuple[Array, Array]) -> tuple[Array, Any]:
+            out, keys, values = prefill(q, k, v, *entry, table, position[:, 0], jnp.sum(is_real, axis=1))
+            return out, (keys, values)
+
+        return attend_in_place
+
     write = _write_pages if implementation.writes_pages else _write
     query_chunk = QUERY_CHUNK
     if implementation.decode is not None:  # scores of all rows at one time, against contexts of any length
@@ -184,7 +200,7 @@ def decode_attend(
 ) -> decoder.Attend:
     """Attention of one token a row, at position `length`, over what `open_rows` gave, which it also writes into."""
     if implementation.decode is not None:
-        decode = _over_heads(implementation.decode, kv_sharding)
+        decode = _over_heads(implementation.decode, kv_sharding, (None,))
 
         def attend_in_place(q: Array, k: Array, v: Array, entry: tuple[Array, Array]) -> tuple[Array, Any]:
             out, keys, values = decode(q[:, 0], k[:, 0], v[:, 0], *entry, table, length, is_active)
@@ -224,16 +240,20 @@ def close_rows(
     return jax.tree.map(put_back, cache, rows)
 
 
-def _over_heads(decode: Callable[..., Any], kv_sharding: NamedSharding | None) -> Callable[..., Any]:
-    """`decode` on every device with the kv heads that it holds and the query heads that read them."""
+def _over_heads(
+    attend: Callable[..., Any], kv_sharding: NamedSharding | None, lead: tuple[None, ...]
+) -> Callable[..., Any]:
+    """`attend` on every device with the kv heads that it holds and the query heads that read them; `lead` are the axes
+    before the heads of what is new."""
     if kv_sharding is None:
-        return decode
-    heads, whole = PartitionSpec(None, kv_sharding.spec[1]), PartitionSpec()
+        return attend
+    new, cache = PartitionSpec(*lead, kv_sharding.spec[1]), PartitionSpec(None, kv_sharding.spec[1])
+    whole = PartitionSpec()
     return jax.shard_map(
-        decode,
+        attend,
         mesh=kv_sharding.mesh,
-        in_specs=(heads, heads, heads, heads, heads, whole, whole, whole),
-        out_specs=(heads, heads, heads),
+        in_specs=(new, new, new, cache, cache, whole, whole, whole),
+        out_specs=(new, cache, cache),
         check_vma=False,  # what a kernel returns says nothing about it
     )
 

@@ -91,7 +91,7 @@ def make_programs(
         return [(keys, values) for keys, values in zeros]
 
     def prefill(params: Params, cache: Cache, tokens: Array, start: Array, count: Array, table: Array) -> Any:
-        cache, hidden = _prefill(hidden_states, implementation, params, cache, tokens, start, count, table)
+        cache, hidden = _prefill(hidden_states, implementation, kv_sharding, params, cache, tokens, start, count, table)
         return constrain(cache), hidden
 
     def seen_before(edits: ScoreEdits | None) -> Array | None:
@@ -124,6 +124,7 @@ def make_programs(
 def _prefill(
     hidden_states: Callable[..., tuple[Array, Any]],
     implementation: Implementation,
+    kv_sharding: NamedSharding | None,
     params: Params,
     cache: Cache,
     tokens: Int[Array, "P L"],
@@ -138,7 +139,7 @@ def _prefill(
     """
     offset = jnp.arange(tokens.shape[1])
     position = start[:, None] + offset
-    attend = prefill_attend(implementation, table, position, offset < count[:, None])
+    attend = prefill_attend(implementation, kv_sharding, table, position, offset < count[:, None])
     states, cache = hidden_states(params, tokens, position, attend, cache)
     return cache, jnp.take_along_axis(states, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
 

@@ -106,17 +106,18 @@ def test_a_score_that_is_not_a_number_makes_a_row_of_such_on_a_cpu():
 
 
 @pytest.mark.parametrize("start", [0, 5, 16, 20])
-def test_prompts_written_by_pages_are_those_written_by_tokens(start):
+@pytest.mark.parametrize("name", ["tpu", "cpu"])
+def test_prompts_written_by_pages_or_by_the_kernel_are_those_that_xla_writes_and_attends_to(name, start):
     rng = np.random.default_rng(1)
     num_rows, length, num_pages = 3, 40, 20
-    q, k, v = (jnp.asarray(rng.normal(size=(num_rows, length, heads, 8)), jnp.float32) for heads in (4, 2, 2))
-    entry = tuple(jnp.asarray(rng.normal(size=(num_pages, 2, PAGE, 8)), jnp.float32) for _ in range(2))
+    q, k, v = (jnp.asarray(rng.normal(size=(num_rows, length, heads, 16)), jnp.float32) for heads in (10, 2, 2))
+    entry = tuple(jnp.asarray(rng.normal(size=(num_pages, 2, PAGE, 16)), jnp.float32) for _ in range(2))
     table = rng.permutation(num_pages)[: num_rows * WIDTH].reshape(num_rows, WIDTH).astype(np.int32)
     position = np.array([[start], [0], [3]]) + np.arange(length)
     is_real = np.arange(length) < np.array([[length], [11], [0]])
     found, expected = (
-        prefill_attend(IMPLEMENTATIONS[name], *map(jnp.asarray, (table, position, is_real)))(q, k, v, entry)
-        for name in ("tpu", "xla")
+        prefill_attend(IMPLEMENTATIONS[each], None, *map(jnp.asarray, (table, position, is_real)))(q, k, v, entry)
+        for each in (name, "xla")
     )
     for one, other in zip(found[1], expected[1], strict=True):
         np.testing.assert_array_equal(one, other)

@@ -1,4 +1,5 @@
-// Decoding attention in the pages of the cache: writes a new token's key and value, then looks at all tokens of its row.
+// Attention in the pages of the cache: writes keys and values of new tokens, which then look at all before them in their
+// row, and at themselves. One new token of a row is decoding; several are a prompt, or a part of it.
 //
 // A page holds, for each kv head, page_tokens keys (or values) of head_dim numbers. Nothing but what a row has is read.
 
@@ -7,13 +8,13 @@
 #define MOST_HEADS 4  // query heads that look at a key while it is in a register
 #define MOST_VECS (ROWS / 3)  // registers of a head's sums; all of them stay in registers
 #define BLOCK 256    // tokens whose scores exist at one time
+#define QUERIES 16   // new tokens of an item of work
 
 typedef struct {
   const float *q, *k, *v;
   float *out, *keys, *values;
-  const int *table, *length;
-  const _Bool *is_active;
-  long num_kv_heads, group, head_dim, page_tokens, row_pages;
+  const int *table, *start, *count;
+  long num_new, num_kv_heads, group, head_dim, page_tokens, row_pages;
 } task;
 
 static float *at(const task *task, float *cache, long row, long head, long position) {
@@ -65,8 +66,10 @@ INLINE vec exponential(vec x) {
   return (vec)(~is_tiny & (ints)(p * (vec)power));
 }
 
-// Brings the numbers of a page and head that are read soon to the cache: they stand anywhere.
+// Brings the numbers of a page and head that are read soon to the cache: they stand anywhere. After the first of several
+// new tokens they are there.
 static void expect(const task *task, const float *numbers) {
+  if (task->num_new > 1) return;
   for (long i = 0; i < task->page_tokens * task->head_dim; i += 16) __builtin_prefetch(numbers + i, 0, 2);
 }
 
@@ -151,51 +154,66 @@ INLINE void some_heads(const task *task, const int heads, const float *q, long r
     for (long c = 0; c < size; c++) out[g * size + c] /= sum[g];
 }
 
-// One row and one kv head, with all query heads that read it.
-static void attend(void *data, long item) {
-  const task *task = data;
-  long row = item / task->num_kv_heads, head = item % task->num_kv_heads, size = task->head_dim;
-  long first = item * task->group * size, place = task->length[row];
-  if (!task->is_active[row]) {
-    memset(task->out + first, 0, task->group * size * sizeof(float));
-    return;
-  }
-  memcpy(at(task, task->keys, row, head, place), task->k + item * size, size * sizeof(float));
-  memcpy(at(task, task->values, row, head, place), task->v + item * size, size * sizeof(float));
-  for (long g = 0; g < task->group;) {
-    const float *q = task->q + first + g * size;
-    float *out = task->out + first + g * size;
-    long left = task->group - g;
-    if (left >= 4)
-      some_heads(task, 4, q, row, head, place + 1, out), g += 4;
-    else if (left == 3)
-      some_heads(task, 3, q, row, head, place + 1, out), g += 3;
-    else if (left == 2)
-      some_heads(task, 2, q, row, head, place + 1, out), g += 2;
-    else
-      some_heads(task, 1, q, row, head, place + 1, out), g += 1;
+// Heads `g` and on, as many as can go together, of a kv head's group; returns how many.
+static long next_heads(const task *task, long g, const float *q, long row, long head, long length, float *out) {
+  switch (task->group - g) {
+    case 1: return some_heads(task, 1, q, row, head, length, out), 1;
+    case 2: return some_heads(task, 2, q, row, head, length, out), 2;
+    case 3: return some_heads(task, 3, q, row, head, length, out), 3;
+    default: return some_heads(task, 4, q, row, head, length, out), 4;
   }
 }
 
-// (q [B, N, H], k [B, K, H], v [B, K, H], keys [G, K, T, H], values, table [B, W], length [B], is_active [B]) ->
-// (out [B, N, H], keys, values), the last two in place; H a multiple of LANES.
+// Some new tokens of one row and one kv head, with all query heads that read it.
+static void attend(void *data, long item) {
+  const task *task = data;
+  long num_items = (task->num_new + QUERIES - 1) / QUERIES, first = item % num_items * QUERIES;
+  long head = item / num_items % task->num_kv_heads, row = item / num_items / task->num_kv_heads;
+  long size = task->group * task->head_dim;
+  for (long t = first; t < first + QUERIES && t < task->num_new; t++) {
+    long place = ((row * task->num_new + t) * task->num_kv_heads + head) * size;
+    if (t >= task->count[row])
+      memset(task->out + place, 0, size * sizeof(float));
+    else
+      for (long g = 0, at = place; g < task->group; at = place + g * task->head_dim)
+        g += next_heads(task, g, task->q + at, row, head, task->start[row] + t + 1, task->out + at);
+  }
+}
+
+// Writes the new keys and values of a row.
+static void keep(const task *task, long row) {
+  const long size = task->head_dim;
+  for (long t = 0; t < task->count[row]; t++)
+    for (long head = 0; head < task->num_kv_heads; head++) {
+      long from = ((row * task->num_new + t) * task->num_kv_heads + head) * size;
+      memcpy(at(task, task->keys, row, head, task->start[row] + t), task->k + from, size * sizeof(float));
+      memcpy(at(task, task->values, row, head, task->start[row] + t), task->v + from, size * sizeof(float));
+    }
+}
+
+// (q [B, L, N, H], k [B, L, K, H], v, keys [G, K, T, H], values, table [B, W], start [B], count [B]) -> (out [B, L, N, H],
+// keys, values), the last two in place; H a multiple of LANES. Of a row, the first `count` of L are new tokens, which
+// stand at `start` and on; `out` of the others is 0.
 XLA_FFI_Error *jaxsp_cpu_attention(XLA_FFI_CallFrame *frame) {
   if (is_question(frame)) return NULL;
   if (frame->args.size != 8 || frame->rets.size != 3) return fail(frame, "jaxsp_cpu_attention: 8 arguments, 3 results");
   const XLA_FFI_Buffer *q = argument(frame, 0), *k = argument(frame, 1), *keys = argument(frame, 3);
   const XLA_FFI_Buffer *table = argument(frame, 5);
-  for (long i = 0; i < 5; i++)
-    if (argument(frame, i)->dtype != XLA_FFI_DataType_F32) return fail(frame, "jaxsp_cpu_attention: not float32");
-  if (q->rank != 3 || k->rank != 3 || keys->rank != 4 || table->rank != 2 || q->dims[2] % LANES ||
-      q->dims[1] % k->dims[1] || keys->dims[1] != k->dims[1] || keys->dims[3] != q->dims[2] ||
-      table->dims[0] != q->dims[0])
+  for (long i = 0; i < 8; i++)
+    if (argument(frame, i)->dtype != (i < 5 ? XLA_FFI_DataType_F32 : XLA_FFI_DataType_S32))
+      return fail(frame, "jaxsp_cpu_attention: expected float32 and int32");
+  if (q->rank != 4 || k->rank != 4 || keys->rank != 4 || table->rank != 2 || q->dims[3] % LANES ||
+      q->dims[2] % k->dims[2] || keys->dims[1] != k->dims[2] || keys->dims[3] != q->dims[3] ||
+      table->dims[0] != q->dims[0] || k->dims[1] != q->dims[1])
     return fail(frame, "jaxsp_cpu_attention: shapes do not go together");
   if (result(frame, 1)->data != keys->data || result(frame, 2)->data != argument(frame, 4)->data)
     return fail(frame, "jaxsp_cpu_attention: the cache must be updated in place");
+  long num_rows = q->dims[0], num_new = q->dims[1], num_kv_heads = k->dims[2];
   task task = {
       q->data, k->data, argument(frame, 2)->data, result(frame, 0)->data, keys->data, argument(frame, 4)->data,
       table->data, argument(frame, 6)->data, argument(frame, 7)->data,
-      k->dims[1], q->dims[1] / k->dims[1], q->dims[2], keys->dims[2], table->dims[1]};
-  for_all(frame, attend, &task, q->dims[0] * k->dims[1]);
+      num_new, num_kv_heads, q->dims[2] / num_kv_heads, q->dims[3], keys->dims[2], table->dims[1]};
+  for (long row = 0; row < num_rows; row++) keep(&task, row);
+  for_all(frame, attend, &task, num_rows * num_kv_heads * ((num_new + QUERIES - 1) / QUERIES));
   return NULL;
 }
