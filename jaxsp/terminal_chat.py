@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from jaxsp.chat import Renderer
-from jaxsp.config import SamplerConfig
+from jaxsp.config import SamplerConfig, UserError
 from jaxsp.inference import STREAM_CHUNK, FoundModel, choose_context, load_engine
 from jaxsp.policy import open_text_side
 from jaxsp.rollout.seeds import derive_seed
@@ -33,7 +33,12 @@ class Terminal:
 
     @staticmethod
     def standard() -> "Terminal":
-        """Answers to standard output; everything else, with a prompt only for a person, to standard error."""
+        """Answers to standard output; everything else, with a prompt only for a person, to standard error.
+
+        Raises `UserError` where standard input is closed.
+        """
+        if sys.stdin is None:  # as `<&-` leaves it
+            raise UserError("standard input is closed: there is nothing to read from")
         is_person = sys.stdin.isatty()
         sys.stdin.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
         if is_person:

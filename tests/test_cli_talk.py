@@ -7,12 +7,17 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from jaxsp.cli import main
+from jaxsp.config import UserError
+from jaxsp.serving.server import bind, listen
 from tests.tiny import write_tiny_model
 
 RUN_MAIN = "import sys; from jaxsp.cli import main; sys.exit(main())"
@@ -69,6 +74,9 @@ def test_chat_reads_its_lines_from_a_pipe(model: Path, capsys, monkeypatch: pyte
     sampled = output(capsys, "sample", model, "--prompts", file, "--max-tokens", "5", "--temperature", "0", "--json")
     assert out == "".join(json.loads(line)["text"] + "\n" for line in sampled.splitlines())
     assert err.splitlines()[0].startswith("[/reset begins anew, /system TEXT") and "> " not in out + err
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(ask) == 1
+    assert capsys.readouterr().err == "jaxsp: standard input is closed: there is nothing to read from\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     assert main([*ask[:-1], "2000"]) == 2
     message = "--max-context 2000 is more than the 1024 positions that the model was made for"
@@ -96,6 +104,61 @@ def test_serve_answers_until_it_is_told_to_stop(model: Path) -> None:
         assert events[-2:] == ["data: [DONE]", ""]
         assert process.wait(300) == 0
         assert process.stderr.read() == ""
+
+
+def test_a_second_interrupt_ends_answers_with_an_error_at_once(model: Path) -> None:
+    command = [sys.executable, "-c", RUN_MAIN, "serve", str(model), "--port", "0", "--num-slots", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        url = process.stdout.readline().split(" at ")[1].strip()
+
+        def ask(is_streamed: bool, num_samples: int = 64) -> urllib.request.Request:
+            body = {"model": str(model), "prompt": "one two", "max_tokens": 1000, "min_tokens": 1000,
+                    "n": num_samples, "stream": is_streamed}  # fmt: skip
+            return urllib.request.Request(
+                f"{url}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+
+        def refusal() -> tuple[int, dict]:
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(ask(is_streamed=False), timeout=300)
+            return refused.value.code, json.load(refused.value)
+
+        urllib.request.urlopen(ask(is_streamed=False, num_samples=1), timeout=300).read()  # compiles
+        with ThreadPoolExecutor() as pool, urllib.request.urlopen(ask(is_streamed=True), timeout=300) as response:
+            whole = pool.submit(refusal)
+            response.readline()
+            wait_for_places(url, 128)
+            start = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+            events = response.read().decode().split("\n\n")
+            status, error = whole.result(60)
+        assert process.wait(60) == 130
+        assert time.monotonic() - start < 10  # and not the grace that the first one leaves
+        message = "the server stops before this answer is done; ask again when it is back"
+        assert (status, error["error"]["message"], error["error"]["type"]) == (503, message, "server_error")
+        assert json.loads(events[-2].removeprefix("data: ")) == error
+        assert process.stderr.read() == "jaxsp: interrupted\n"
+
+
+def wait_for_places(url: str, count: int) -> None:
+    for _ in range(600):
+        with urllib.request.urlopen(f"{url.removesuffix('/v1')}/health", timeout=60) as response:
+            if json.load(response)["num_in_flight"] == count:
+                return
+        time.sleep(0.05)
+    raise AssertionError(f"there were never {count} samples in flight")
+
+
+def test_an_address_that_another_has_by_now_is_one_line() -> None:
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with bind("127.0.0.1", port) as second:  # neither listens yet
+            listen(first, 8)
+            with pytest.raises(UserError, match=f"--port {port}: Address already in use; choose another"):
+                listen(second, 8)
 
 
 def test_an_address_that_cannot_be_had_is_one_line(model: Path, capsys) -> None:

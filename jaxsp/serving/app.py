@@ -23,6 +23,9 @@ from jaxsp.serving.service import Service
 from jaxsp.trajectory import GenerateRequest
 
 MAX_BODY_BYTES = 16 * 2**20
+_STOPPED = "the server stops before this answer is done; ask again when it is back"
+_FAREWELL_S = 1.0
+"""How long a client may take to hear that."""
 _LOGGER = logging.getLogger("uvicorn.error")
 
 
@@ -58,6 +61,12 @@ def make_app(service: Service, api_key: str | None = None) -> Starlette:
         """What answers requests to complete prompts."""
 
         async def answer(request: Request) -> Any:
+            try:
+                return await reply(request)
+            except asyncio.CancelledError as stopped:
+                raise RequestError(_STOPPED, status=503) from stopped
+
+        async def reply(request: Request) -> Any:
             body = await _read_body(request)
             check_key(request)
             asked = parse_request(_parse_json(request, body), kind)
@@ -92,7 +101,8 @@ def _json(payload: Any, status: int = 200, headers: dict[str, str] | None = None
 
 async def _refusal(request: Request, refused: Exception) -> Response:
     assert isinstance(refused, RequestError)
-    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(refused.status, "invalid_request_error")
+    kinds = {401: "authentication_error", 429: "rate_limit_error", 503: "server_error"}
+    kind = kinds.get(refused.status, "invalid_request_error")
     headers = {429: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}.get(refused.status)
     return _json(error(str(refused), kind=kind, param=refused.param, code=refused.code), refused.status, headers)
 
@@ -173,6 +183,10 @@ async def _events(service: Service, asked: Asked, requests: list[GenerateRequest
     yield "[DONE]"
 
 
+def _event(payload: str) -> bytes:
+    return f"data: {payload}\n\n".encode()
+
+
 class _EventStream:
     """A response of server-sent events. Its samples are left as soon as the client is."""
 
@@ -181,14 +195,19 @@ class _EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._service.places_for(self._requests):
-            await _while_connected(receive, self._send(send))
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            try:
+                await _while_connected(receive, self._send(send))
+            except asyncio.CancelledError:  # as the server ends what has not ended in its grace
+                async with asyncio.timeout(_FAREWELL_S):
+                    last = json.dumps(error(_STOPPED, kind="server_error"))
+                    await send({"type": "http.response.body", "body": _event(last), "more_body": False})
 
     async def _send(self, send: Send) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
         async with contextlib.aclosing(_events(self._service, self._asked, self._requests)) as events:
             async for event in events:
-                await send({"type": "http.response.body", "body": f"data: {event}\n\n".encode(), "more_body": True})
+                await send({"type": "http.response.body", "body": _event(event), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
@@ -35,14 +36,14 @@ class ServerOptions:
 def serve(model: FoundModel, name: str, options: ServerOptions) -> None:
     """Serves the model until SIGTERM or Ctrl-C; answers that have begun are then finished, for `GRACE_S` at most.
 
-    Raises `UserError` naming what cannot be opened, KeyboardInterrupt where a second signal does not wait for them.
+    Raises `UserError` naming what cannot be opened, KeyboardInterrupt where another Ctrl-C does not wait for them.
     """
     max_context = choose_context(model, options.max_context)
     with bind(options.host, options.port) as listener:
         service = open_service(model, name, num_slots=options.num_slots, max_context=max_context)
         api_key = options.api_key or os.environ.get(_API_KEY) or None
         server = make_server(make_app(service, api_key))
-        listener.listen(server.config.backlog)
+        listen(listener, server.config.backlog)
         address, port = listener.getsockname()[:2]
         shown = f"[{address}]" if ":" in address else address
         print(f"{name}, {options.num_slots} slots of {max_context} tokens, at http://{shown}:{port}/v1", flush=True)
@@ -60,7 +61,16 @@ def make_server(app: Starlette) -> uvicorn.Server:
         app, loop="asyncio", http="h11", ws="none", lifespan="off", log_level="warning", access_log=False,
         timeout_keep_alive=60, timeout_graceful_shutdown=GRACE_S,
     )  # fmt: skip
-    return uvicorn.Server(config)
+    return _Server(config)
+
+
+class _Server(uvicorn.Server):
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """With the Ctrl-C that does not wait, ends the answers: uvicorn itself then waits until clients have gone."""
+        super().handle_exit(sig, frame)
+        if self.force_exit:
+            for task in list(self.server_state.tasks):
+                task.get_loop().call_soon_threadsafe(task.cancel)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -75,9 +85,22 @@ def bind(host: str, port: int) -> socket.socket:
             listener.close()
             raise
     except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"--host {host} --port {port}: {reason}; choose another address or port") from error
+        raise _not_had(host, port, error) from error
     return listener
+
+
+def listen(listener: socket.socket, backlog: int) -> None:
+    """Lets clients come. Raises `UserError` if another program listens there by now."""
+    try:
+        listener.listen(backlog)
+    except OSError as error:
+        host, port = listener.getsockname()[:2]
+        raise _not_had(host, port, error) from error
+
+
+def _not_had(host: str, port: int, error: Exception) -> UserError:
+    reason = getattr(error, "strerror", None) or error
+    return UserError(f"--host {host} --port {port}: {reason}; choose another address or port")
 
 
 def _is_loopback(address: str) -> bool:
