@@ -16,6 +16,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     130 and 141 are the shell's for Ctrl-C and for a reader that left, as `| head` does.
     """
+    if sys.stderr is None:  # as `2>&-` leaves it: what is printed there would go to standard output
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # until Python ends
     parser = make_parser()
     arguments, rest = parser.parse_known_args(argv)
     if arguments.verb == "train" and all("=" in each and not each.startswith("-") for each in rest):

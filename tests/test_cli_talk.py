@@ -83,6 +83,16 @@ def test_chat_reads_its_lines_from_a_pipe(model: Path, capsys, monkeypatch: pyte
     assert capsys.readouterr().err == f"jaxsp: {message}\n"
 
 
+def test_without_a_standard_error_the_output_is_still_only_answers(model: Path) -> None:
+    chat = f"exec {sys.executable} -c '{RUN_MAIN}' chat {model} --max-tokens 4 --temperature 0"
+    shown = [
+        subprocess.run(["sh", "-c", chat + end], input="one two\n", capture_output=True, text=True, check=True)
+        for end in ("", " 2>&-")
+    ]
+    assert shown[0].stderr
+    assert shown[1].stdout == shown[0].stdout
+
+
 def test_serve_answers_until_it_is_told_to_stop(model: Path) -> None:
     command = [sys.executable, "-c", RUN_MAIN, "serve", str(model), "--port", "0", "--max-context", "64"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
