@@ -23,6 +23,7 @@ PRODUCTS, ATTENTION = "jaxsp_cpu_products", "jaxsp_cpu_attention"
 """XLA's names of the kernels, which are their names in C too."""
 _SOURCES = Path(__file__).parent / "cpu"
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-std=gnu11", "-shared", "-fPIC")
+_SEAL_BYTES = hashlib.sha256().digest_size
 
 
 class Kernels(NamedTuple):
@@ -38,48 +39,79 @@ class Kernels(NamedTuple):
 def load_kernels() -> Kernels | str:
     """The kernels, compiled if need be and known to XLA from here on; or why they cannot be, as what stands after
     "the kernel"."""
-    names = os.environ.get("CC", "").split()[:1] or ["cc", "gcc", "clang"]
-    compiler = next((path for name in names if (path := shutil.which(name))), None)
-    if compiler is None:
-        return f"needs a C compiler, and PATH has no {' or '.join(names)} (the variable CC names another)"
+    commands = [words] if (words := os.environ.get("CC", "").split()) else [["cc"], ["gcc"], ["clang"]]
+    command = next(([path, *rest] for first, *rest in commands if (path := shutil.which(first))), None)
+    if command is None:
+        names = " or ".join(first for first, *_ in commands)
+        return f"needs a C compiler, and PATH has no {names} (the variable CC names another)"
     try:
-        library = _library(compiler)
+        library = _library(command)
     except subprocess.CalledProcessError as error:
-        said = (error.stderr or "").strip().splitlines()
-        return f"was not compiled by {compiler}: {said[-1] if said else f'exit code {error.returncode}'}"
+        said = error.stderr.strip().splitlines()
+        errors = [line for line in said if "error" in line] or said[-1:]
+        return f"was not compiled by {command[0]}: {errors[0] if errors else f'exit code {error.returncode}'}"
     except OSError as error:
-        return f"was not compiled by {compiler}: {error}"
+        return f"was not compiled by {command[0]}: {error}"
     for name in (PRODUCTS, ATTENTION):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return Kernels(panel=int(library.jaxsp_cpu_panel()), lanes=int(library.jaxsp_cpu_lanes()))
 
 
-def _library(compiler: str) -> ctypes.CDLL:
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxsp"
-    with contextlib.suppress(OSError):
-        directory.mkdir(parents=True, exist_ok=True)
-    if os.access(directory, os.W_OK | os.X_OK):
-        return ctypes.CDLL(str(_compiled(compiler, directory)))
-    with tempfile.TemporaryDirectory(prefix="jaxsp-") as scratch:  # what is loaded stays loaded
-        return ctypes.CDLL(str(_compiled(compiler, Path(scratch))))
-
-
-def _compiled(compiler: str, directory: Path) -> Path:
-    """The library's file, made if there is none yet."""
+def _library(command: list[str]) -> ctypes.CDLL:
+    """The library as it is kept, else as `command` compiles it, which is kept where that can be."""
     sources = sorted(_SOURCES.glob("*.[ch]"))
-    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
     texts = [path.read_text() for path in sources]
-    made_of = repr((texts, version, _FLAGS, jaxlib.version.__version__, _processor()))
-    library = directory / f"cpu-kernels-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
-    if not library.exists():
-        # Processes that begin together each compile, and the last one's takes the place of the others', whole.
-        with tempfile.TemporaryDirectory(dir=directory) as scratch:
-            fresh = Path(scratch) / library.name
-            files = [str(path) for path in sources if path.suffix == ".c"]
-            command = [compiler, *_FLAGS, "-I", jax.ffi.include_dir(), *files, "-o", str(fresh)]
-            subprocess.run(command, check=True, capture_output=True, text=True)
-            fresh.replace(library)
-    return library
+    version = _output([*command, "--version"])
+    made_of = repr((texts, command, version, _FLAGS, jaxlib.version.__version__, _processor()))
+    name = f"cpu-kernels-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
+    # No home, a damaged file, a disk that is full or that nothing may be run from: all are as good as no cache.
+    unusable = contextlib.suppress(OSError, RuntimeError)
+    with unusable:
+        return _load(_cache() / name)
+    with tempfile.TemporaryDirectory(prefix="jaxsp-") as scratch:  # what is loaded stays loaded
+        fresh = Path(scratch) / name
+        files = [str(path) for path in sources if path.suffix == ".c"]
+        _output([*command, *_FLAGS, "-I", jax.ffi.include_dir(), *files, "-o", str(fresh)])
+        if not fresh.exists():
+            raise OSError("it made no library")
+        sealed = fresh.read_bytes()
+        sealed += hashlib.sha256(sealed).digest()
+        with unusable:
+            _keep(sealed, _cache() / name)
+            return _load(_cache() / name)
+        return ctypes.CDLL(str(fresh))
+
+
+def _cache() -> Path:
+    """Raises RuntimeError if there is no home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "jaxsp").expanduser()
+
+
+def _keep(content: bytes, path: Path) -> None:
+    """Writes the file so that it is never there in part: of processes that begin together, the last one's stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    """Raises OSError unless the file ends with the SHA-256 of what is before: a cut library could kill the process."""
+    content = path.read_bytes()
+    if hashlib.sha256(content[:-_SEAL_BYTES]).digest() != content[-_SEAL_BYTES:]:
+        raise OSError(f"{path} is damaged")
+    return ctypes.CDLL(str(path))
+
+
+def _output(command: list[str]) -> str:
+    """What a compiler prints; it gets no input, which may be a chat's."""
+    done = subprocess.run(
+        command, check=True, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+    )
+    return done.stdout
 
 
 def _processor() -> str:
