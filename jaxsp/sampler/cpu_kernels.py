@@ -13,8 +13,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jaxlib.version
@@ -22,7 +23,7 @@ import jaxlib.version
 PRODUCTS, ATTENTION = "jaxsp_cpu_products", "jaxsp_cpu_attention"
 """XLA's names of the kernels, which are their names in C too."""
 _SOURCES = Path(__file__).parent / "cpu"
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-std=gnu11", "-shared", "-fPIC")
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-std=gnu11", "-shared", "-fPIC")
 
 
 class Kernels(NamedTuple):
@@ -38,12 +39,13 @@ class Kernels(NamedTuple):
 def load_kernels() -> Kernels | str:
     """The kernels, compiled if need be and known to XLA from here on; or why they cannot be, as what stands after
     "the kernel"."""
-    names = os.environ.get("CC", "").split()[:1] or ["cc", "gcc", "clang"]
+    own, *options = os.environ.get("CC", "").split() or [None]  # "ccache gcc", "clang --sysroot=..."
+    names = ["cc", "gcc", "clang"] if own is None else [own]
     compiler = next((path for name in names if (path := shutil.which(name))), None)
     if compiler is None:
         return f"needs a C compiler, and PATH has no {' or '.join(names)} (the variable CC names another)"
     try:
-        library = _library(compiler)
+        library = _library([compiler, *options])
     except subprocess.CalledProcessError as error:
         said = (error.stderr or "").strip().splitlines()
         return f"was not compiled by {compiler}: {said[-1] if said else f'exit code {error.returncode}'}"
@@ -54,9 +56,18 @@ def load_kernels() -> Kernels | str:
     return Kernels(panel=int(library.jaxsp_cpu_panel()), lanes=int(library.jaxsp_cpu_lanes()))
 
 
-def _library(compiler: str) -> ctypes.CDLL:
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxsp"
-    with contextlib.suppress(OSError):
+def kernel_call(name: str, shapes: Sequence[jax.ShapeDtypeStruct], **options: Any) -> Callable[..., Any]:
+    """`jax.ffi.ffi_call` of a kernel, which is made known to XLA before. ValueError where there is none."""
+    kernels = load_kernels()
+    if isinstance(kernels, str):
+        raise ValueError(f"{name} {kernels}")
+    return jax.ffi.ffi_call(name, shapes, **options)
+
+
+def _library(compiler: Sequence[str]) -> ctypes.CDLL:
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "jaxsp")
+    with contextlib.suppress(OSError, RuntimeError):  # no home, or none that can be written
+        directory = directory.expanduser()
         directory.mkdir(parents=True, exist_ok=True)
     if os.access(directory, os.W_OK | os.X_OK):
         return ctypes.CDLL(str(_compiled(compiler, directory)))
@@ -64,19 +75,19 @@ def _library(compiler: str) -> ctypes.CDLL:
         return ctypes.CDLL(str(_compiled(compiler, Path(scratch))))
 
 
-def _compiled(compiler: str, directory: Path) -> Path:
+def _compiled(compiler: Sequence[str], directory: Path) -> Path:
     """The library's file, made if there is none yet."""
     sources = sorted(_SOURCES.glob("*.[ch]"))
-    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
+    version = subprocess.run([*compiler, "--version"], check=True, capture_output=True, text=True).stdout
     texts = [path.read_text() for path in sources]
-    made_of = repr((texts, version, _FLAGS, jaxlib.version.__version__, _processor()))
+    made_of = repr((texts, version, compiler[1:], _FLAGS, jaxlib.version.__version__, _processor()))
     library = directory / f"cpu-kernels-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         # Processes that begin together each compile, and the last one's takes the place of the others', whole.
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
             fresh = Path(scratch) / library.name
             files = [str(path) for path in sources if path.suffix == ".c"]
-            command = [compiler, *_FLAGS, "-I", jax.ffi.include_dir(), *files, "-o", str(fresh)]
+            command = [*compiler, *_FLAGS, "-I", jax.ffi.include_dir(), *files, "-o", str(fresh)]
             subprocess.run(command, check=True, capture_output=True, text=True)
             fresh.replace(library)
     return library
