@@ -39,8 +39,8 @@ class Kernels(NamedTuple):
 def load_kernels() -> Kernels | str:
     """The kernels, compiled if need be and known to XLA from here on; or why they cannot be, as what stands after
     "the kernel"."""
-    own, *options = os.environ.get("CC", "").split() or [None]  # "ccache gcc", "clang --sysroot=..."
-    names = ["cc", "gcc", "clang"] if own is None else [own]
+    own, *options = os.environ.get("CC", "").split() or [""]  # "ccache gcc", "clang --sysroot=..."
+    names = [own] if own else ["cc", "gcc", "clang"]
     compiler = next((path for name in names if (path := shutil.which(name))), None)
     if compiler is None:
         return f"needs a C compiler, and PATH has no {' or '.join(names)} (the variable CC names another)"
@@ -56,7 +56,7 @@ def load_kernels() -> Kernels | str:
     return Kernels(panel=int(library.jaxsp_cpu_panel()), lanes=int(library.jaxsp_cpu_lanes()))
 
 
-def kernel_call(name: str, shapes: Sequence[jax.ShapeDtypeStruct], **options: Any) -> Callable[..., Any]:
+def kernel_call(name: str, shapes: Sequence[Any], **options: Any) -> Callable[..., Any]:
     """`jax.ffi.ffi_call` of a kernel, which is made known to XLA before. ValueError where there is none."""
     kernels = load_kernels()
     if isinstance(kernels, str):
