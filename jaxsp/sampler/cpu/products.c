@@ -92,7 +92,8 @@ static void strip(const task *task, const product *product, long index, int pane
     long stride = has_next ? 4 * PANEL / (end_tile - first_tile) : 0;
     for (long t = first_tile; t < end_tile; t++) {
       long first = part(task->rows, t, task->num_tiles), rows = part(task->rows, t + 1, task->num_tiles) - first;
-      const float *ahead = has_next ? w + (begin + length) * PANEL + (t - first_tile) * length * stride / 4 : w;
+      const float *next = b + 1 < task->num_blocks ? w + (begin + length) * PANEL : w + panels * apart;
+      const float *ahead = has_next ? next + (t - first_tile) * length * stride / 4 : w;
       any_tile(rows, panels, task->packed + first * task->num_in + begin * rows, w + begin * PANEL, apart, length, ahead,
                stride, sums);
       for (int p = 0; p < panels; p++) {
