@@ -77,8 +77,9 @@ class SamplerConfig:
     """Requests in the queue for a slot; further ones wait to be queued, in their order. null: 16 for each slot."""
     attention: Literal["auto", "cpu", "gpu", "tpu", "xla"] = "auto"
     """How decoding reads the KV cache. `xla` gathers each row's pages once for `decode_chunk` tokens, on any platform;
-    `tpu` and `gpu` are kernels that read the pages in place, for head sizes of a multiple of 128 and of a power of 2;
-    `auto` is the kernel of the platform where it can run, else `xla`."""
+    `tpu`, `gpu` and `cpu` are kernels that read the pages in place, for head sizes of a multiple of 128, a power of 2,
+    and a multiple of the processor's vector (16 floats at most); `cpu` is for float32, attends for prompts too, and
+    is built by a C compiler at first use. `auto` is the kernel of the platform where it can run, else `xla`."""
     products: Literal["auto", "cpu", "xla"] = "auto"
     """What multiplies with the weights. `cpu` is a C kernel for float32 on one CPU device, which a C compiler builds at
     first use; `auto` is `cpu` where it can run, else `xla`."""

@@ -146,6 +146,7 @@ def assemble(sizes: DecoderSizes, naming: Naming, read: ReadPart, *, dtype: Any,
     first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
     def load(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding = first) -> jax.Array:
+        """One parameter, read from the file where its rule says."""
         rule = rule_of(path)
         own_dtype = np.float32 if rule.path[-1] == "scale" else dtype
         buffers: dict[Bounds, np.ndarray] = {}

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxsp.sampler.cpu_kernels import ATTENTION, load_kernels
+from jaxsp.sampler.cpu_kernels import ATTENTION, kernel_call, load_kernels
 
 
 def complaint(head_dim: int, dtype: jnp.dtype) -> str | None:
@@ -52,6 +52,6 @@ def prompt_attention(
 ) -> tuple[Float[Array, "B L N H"], Float[Array, "G K T H"], Float[Array, "G K T H"]]:
     """See `jaxsp.sampler.paged_attention.Implementation.prefill`."""
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (q, keys, values)]
-    call = jax.ffi.ffi_call(ATTENTION, shapes, input_output_aliases={3: 1, 4: 2})
+    call = kernel_call(ATTENTION, shapes, input_output_aliases={3: 1, 4: 2})
     out, keys, values = call(q, k, v, keys, values, *(x.astype(jnp.int32) for x in (table, start, count)))
     return out, keys, values

@@ -13,8 +13,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jaxlib.version
@@ -22,7 +23,7 @@ import jaxlib.version
 PRODUCTS, ATTENTION = "jaxsp_cpu_products", "jaxsp_cpu_attention"
 """XLA's names of the kernels, which are their names in C too."""
 _SOURCES = Path(__file__).parent / "cpu"
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-std=gnu11", "-shared", "-fPIC")
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-std=gnu11", "-shared", "-fPIC")
 _SEAL_BYTES = hashlib.sha256().digest_size
 
 
@@ -55,6 +56,14 @@ def load_kernels() -> Kernels | str:
     for name in (PRODUCTS, ATTENTION):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return Kernels(panel=int(library.jaxsp_cpu_panel()), lanes=int(library.jaxsp_cpu_lanes()))
+
+
+def kernel_call(name: str, shapes: Sequence[jax.ShapeDtypeStruct | jax.Array], **options: Any) -> Callable[..., Any]:
+    """`jax.ffi.ffi_call` of a kernel, which is made known to XLA before. ValueError where there is none."""
+    kernels = load_kernels()
+    if isinstance(kernels, str):
+        raise ValueError(f"{name} {kernels}")
+    return jax.ffi.ffi_call(name, shapes, **options)
 
 
 def _library(command: list[str]) -> ctypes.CDLL:

@@ -6,7 +6,8 @@ row, T tokens of a page, S = W T positions, G pages of the cache, H head size, C
 A layer's cache is `(keys, values)`, each `[G, K, T, H]`. `xla` reads the pages of a row side by side as `[B, K, S, H]`,
 which XLA's batched products read without a transpose: decoding gathers them once for a chunk of tokens and puts the new
 tokens into their pages at its end. The kernels decode in the pages where they stand: they copy nothing, and read of a
-row what it has and no more. Prompts are bound by arithmetic, not by reading, and go through XLA everywhere.
+row what it has and no more. Prompts are bound by arithmetic, not by reading, and go through XLA, but for those of the
+kernel for CPUs.
 """
 
 from collections.abc import Callable
@@ -52,8 +53,8 @@ class Implementation:
     complaint: Callable[[CacheShape], str | None]
     """Why it cannot run, or None."""
     decode: Callable[..., tuple[Array, Array, Array]] | None
-    """`(q [B, N, H], k [B, K, H], v [B, K, H], keys, values, table [B, W], length [B], is_active [B], interpret=...) ->
-    (out [B, N, H], keys, values)`.
+    """`(q [B, N, H], k [B, K, H], v [B, K, H], keys, values, table [B, W], length [B], is_active [B]) ->
+    (out [B, N, H], keys, values)`; those of Pallas take `interpret` as well.
 
     Writes `k[b]` and `v[b]` at position `length[b]` of each active row, into the page that its table names, and lets
     `q[b]` look at the `length[b] + 1` first positions. A row that is not active writes nothing, and its numbers are

@@ -171,6 +171,7 @@ def _decode(
         return (step < decode_chunk) & (jnp.sum(slots.is_active) > stop_at)
 
     def one_token(state: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The state after every active row has drawn one token more."""
         step, slots, edits, seen, rows, drawn, num_new = state
         attend = decode_attend(implementation, kv_sharding, table, slots.length, slots.is_active)
         hidden, rows = hidden_states(params, slots.last_token[:, None], slots.length[:, None], attend, rows)

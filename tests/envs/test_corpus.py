@@ -133,6 +133,13 @@ def test_definitions_and_relations_are_answered_rightly():
         ("A pen costs 3 dollars in all. A ball costs 9 dollars. How much more is the ball than the pen?", 6),
         ("It is warm! Anna has 3 cups and 4 pens. How many things is that altogether?", 7),
         ("If Anna had 9 cups and gave 4 of them to Ben, how many cups are left?", 5),
+        ("Anna has 3 red cups and 4 blue cups. How many cups does Anna have overall?", 7),
+        ("A pen costs 3 dollars and a ball costs 9 dollars. How many dollars are there when combined?", 12),
+        ("Anna has 3 red cups and 4 blue cups. How many cups does Anna have?", 7),
+        ("There are 3 red cups and 4 blue cups in the box of Ben. How many cups are in the box?", 7),
+        ("There are 3 red cups and 4 blue cups in the box of Ben. How many cups are there in the box of Ben?", 7),
+        ("Anna had 9 cups and gave 4 of them to Ben. How many cups does Anna now have?", 5),
+        ("Anna had 9 cups on Monday and lost 4 of them on the way to Ben. How many cups does Anna still have?", 5),
     ],
 )
 def test_solve_reads_what_the_last_sentence_asks_for(question, answer):
@@ -153,6 +160,11 @@ def test_solve_reads_what_the_last_sentence_asks_for(question, answer):
         "Anna has 3 cups and 4 pens. How many tall things does Anna have?",  # `all` within a word
         "Anna had 4 cups and lost 9 of them. How many cups are left?",  # cannot be
         "Anna has 9 cups and 4 pens. How many cleft things does Anna have?",
+        "Anna had 9 cups and gave 4 of them to Ben. How many cups does Ben now have?",  # nobody told
+        "Anna had 9 cups and gave 4 of them to Ben. How many cups did Anna have?",  # told, no step
+        "Anna has 3 red cups and 4 blue cups. How many red cups does Anna have?",
+        "There are 3 red cups and 4 blue cups in the box of Ben. How many cups are in the box of Anna?",
+        "Of the 9 cups on the table, Anna took 4. How many cups does Anna have?",
     ],
 )
 def test_solve_has_no_answer_to_what_is_not_a_question_of_one_step(question):

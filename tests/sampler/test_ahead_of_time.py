@@ -91,6 +91,8 @@ class Compiled:
             ),
             shapes, shardings,
         )  # fmt: skip
+        head = self.params.get("lm_head", {}).get("kernel")
+        self.head_bytes = 0 if head is None else math.prod(head.sharding.shard_shape(head.shape)) * DTYPE.itemsize
         num_pages = self.capacity.num_tokens // page_tokens
         pool = jax.ShapeDtypeStruct(
             (num_pages, sizes.num_kv_heads, page_tokens, sizes.head_dim), DTYPE, sharding=kv_sharding
@@ -108,17 +110,18 @@ class Compiled:
         with jax.sharding.use_abstract_mesh(lowered_for):
             return program.lower(*arguments).compile()
 
-    def assert_fits(self, compiled: Any) -> int:
-        """Weights, cache and temporaries fit, and the cache is changed in place; the bytes of temporaries."""
+    def assert_fits(self, compiled: Any, unused_bytes: int = 0) -> int:
+        """Weights but the unused ones, cache and temporaries fit, and the cache is changed in place; the bytes of
+        temporaries."""
         memory = compiled.memory_analysis()
         shape = ",".join(map(str, self.pool_shape))
         assert not re.findall(rf"= bf16\[{shape}\]\S* copy\(", compiled.as_text())
         assert memory.alias_size_in_bytes >= self.pool_bytes
         results = memory.output_size_in_bytes - memory.alias_size_in_bytes
         work = memory.temp_size_in_bytes + memory.generated_code_size_in_bytes + results
-        assert memory.argument_size_in_bytes >= self.capacity.weight_bytes + self.pool_bytes
+        assert memory.argument_size_in_bytes >= self.capacity.weight_bytes - unused_bytes + self.pool_bytes
         assert work < WORK_SHARE * self.target.memory_bytes
-        assert memory.argument_size_in_bytes + work < self.target.memory_bytes
+        assert memory.argument_size_in_bytes + unused_bytes + work < self.target.memory_bytes
         return memory.temp_size_in_bytes
 
 
@@ -141,10 +144,10 @@ def test_decoding_and_prompts_compile_and_fit_beside_weights_and_cache(
     slots = jax.tree.map(case.from_host, make_slots(SLOTS, []))
     stop_at = case.from_host(np.zeros((), np.int32))
     decode = case.compile(case.programs.decode, case.params, case.cache, table(SLOTS), slots, None, stop_at)
-    # Far from the 64 x 40,960 tokens that gathering would copy; what there is serves the vocabulary's scores.
-    assert case.assert_fits(decode) < 2**29
+    # Far from the 64 x 40,960 tokens that gathering would copy; what there is serves the vocabulary's scores, and an
+    # untied head, of which XLA for TPU makes a copy in another layout.
+    assert case.assert_fits(decode) < 2**29 + case.head_bytes
     tokens = case.from_host(np.zeros((PREFILL_ROWS, PREFILL_LENGTH), np.int32))
     each = case.from_host(np.zeros(PREFILL_ROWS, np.int32))
-    case.assert_fits(
-        case.compile(case.programs.prefill, case.params, case.cache, tokens, each, each, table(PREFILL_ROWS))
-    )
+    prefill = case.compile(case.programs.prefill, case.params, case.cache, tokens, each, each, table(PREFILL_ROWS))
+    case.assert_fits(prefill, unused_bytes=case.head_bytes)  # prompts end as hidden states

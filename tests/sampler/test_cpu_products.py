@@ -93,6 +93,8 @@ def test_shapes_that_do_not_go_together_are_an_error_and_not_a_crash():
     w = in_panels(jnp.ones((8, 8)), 1, kernels().panel)
     with pytest.raises(jax.errors.JaxRuntimeError, match="x, w and y do not go together"):
         _multiply(np.ones((2, 8), np.float32), [w], (1000,))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="x, w and y do not go together"):  # a sum of nothing
+        _multiply(np.ones((2, 0), np.float32), [w[:, :0]], (8,))
 
 
 def test_panels_hold_the_columns_in_their_order_and_zeros_after_them():
@@ -184,16 +186,30 @@ def test_without_a_compiler_that_works_xla_samples_and_the_reason_can_be_read(tm
     assert num_tokens == "4"
 
 
-def test_kernels_are_compiled_once_for_a_source_and_also_where_the_cache_cannot_be_written(tmp_path):
-    program = "from jaxsp.sampler.cpu_kernels import load_kernels; print(load_kernels().panel)"
+def load_in_a_process(**changes: str | None) -> subprocess.CompletedProcess[str]:
+    """With these environment variables, or without those that are None."""
+    program = "from jaxsp.sampler.cpu_kernels import load_kernels; print(load_kernels())"
+    environment = {name: value for name, value in {**os.environ, **changes}.items() if value is not None}
+    return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+
+
+def test_kernels_are_compiled_once_for_a_source_and_a_compiler_with_its_options(tmp_path):
+    files: list[set[tuple[str, int]]] = []
+    for compiler in ("cc", "cc", "env cc -g0"):
+        done = load_in_a_process(XDG_CACHE_HOME=str(tmp_path), CC=compiler)
+        assert (done.returncode, done.stdout) == (0, f"{kernels()}\n"), done.stderr
+        files.append({(path.name, path.stat().st_ino) for path in (tmp_path / "jaxsp").iterdir()})
+    assert len(files[0]) == 1 and files[1] == files[0]
+    assert len(files[2]) == 2 and files[2] > files[1]
+
+
+def test_kernels_are_compiled_also_where_nothing_can_be_kept(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
-    for cache, num_files in ((tmp_path / "cache", 1), (tmp_path / "cache", 1), (file, None)):
-        environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "TMPDIR": str(tmp_path)}
-        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-        assert (done.returncode, done.stdout) == (0, f"{kernels().panel}\n"), done.stderr
-        if num_files is not None:
-            assert len(list((cache / "jaxsp").iterdir())) == num_files
+    for places in ({"XDG_CACHE_HOME": str(file)}, {"XDG_CACHE_HOME": None, "HOME": "~"}):  # "~" is nobody's home
+        done = load_in_a_process(TMPDIR=str(tmp_path), **places)
+        assert (done.returncode, done.stdout) == (0, f"{kernels()}\n"), done.stderr
+    assert list(tmp_path.iterdir()) == [file]
 
 
 NARROWER = """

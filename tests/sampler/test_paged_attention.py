@@ -1,4 +1,5 @@
-"""The kernels that decode in the cache's pages, in Pallas's interpreter, against XLA; and which of them is chosen."""
+"""The kernels that attend in the cache's pages against XLA, those for accelerators in Pallas's interpreter; and which
+of them is chosen."""
 
 import functools
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from tiny_sampler import KERNELS, assert_same_samples, generate_all, interpreted
 
 from jaxsp.config import UsageError
 from jaxsp.model.attention import attention
+from jaxsp.sampler.cpu_kernels import ATTENTION, kernel_call
 from jaxsp.sampler.paged_attention import IMPLEMENTATIONS, choose, prefill_attend
 from jaxsp.trajectory import GenerateRequest
 
@@ -103,6 +105,31 @@ def test_a_score_that_is_not_a_number_makes_a_row_of_such_on_a_cpu():
     found = np.asarray(jax.jit(by_kernel("cpu"))(q, new, new, pages, pages, table, length, np.array([True, True]))[0])
     assert np.isnan(found[1, 1]).all()
     np.testing.assert_array_equal(found[0], np.ones((2, 16)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"table": [[0, 4]]}, "a token stands in no page"),
+        ({"table": [[-1, 0]]}, "a token stands in no page"),
+        ({"start": [2 * PAGE - 3]}, "a token stands in no page"),
+        ({"start": [-1]}, "a token stands in no page"),
+        ({"start": [0], "count": [5]}, "a token stands in no page"),
+        ({"v": np.ones((1, 4, 1, 32), np.float32)}, "shapes do not go together"),
+        ({"v": np.ones((1, 4, 2, 16), np.float32)}, "shapes do not go together"),
+        ({"start": [0, 0]}, "shapes do not go together"),
+    ],
+)
+def test_what_would_reach_outside_the_cache_is_an_error_on_a_cpu_and_not_a_crash(changes, message):
+    ones = np.ones((1, 4, 1, 16), np.float32)
+    arguments = {"table": [[3, 0]], "start": [PAGE], "count": [4], "v": ones, **changes}
+    pages = np.ones((4, 1, PAGE, 16), np.float32)
+    numbers = [np.array(arguments[name], np.int32) for name in ("table", "start", "count")]
+    inputs = (np.ones((1, 4, 2, 16), np.float32), ones, arguments["v"], pages, pages, *numbers)
+    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (inputs[0], pages, pages)]
+    attend = jax.jit(kernel_call(ATTENTION, shapes, input_output_aliases={3: 1, 4: 2}))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(attend(*inputs))
 
 
 @pytest.mark.parametrize("start", [0, 5, 16, 20])

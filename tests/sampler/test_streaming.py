@@ -17,7 +17,7 @@ from tiny_sampler import assert_same_samples, generate_all, prompt, text_of, tin
 from jaxsp.config import UserError
 from jaxsp.sampler.engine import Engine
 from jaxsp.sampler.scheduler import find_ending
-from jaxsp.sampler.streaming import Decoded, Delta, decode_more, num_certain
+from jaxsp.sampler.streaming import Decoded, Delta, decode_more, new_stops, num_certain
 from jaxsp.tokenizer import load_tokenizer
 from jaxsp.trajectory import GenerateRequest
 from tests.tiny import GOLDEN, decode_bytes
@@ -67,14 +67,16 @@ def test_text_given_out_early_is_how_the_completion_begins(decoders, name: str, 
     stops = tuple(data.draw(st.lists(st.sampled_from(STOPS[name]), max_size=2)))
     cuts = [*range(data.draw(st.integers(1, 4)), len(tokens), data.draw(st.integers(1, 5))), len(tokens)]
     decode = decoders[name]
-    request = GenerateRequest((1,), 0, len(tokens), stop_strings=stops)
+    min_tokens = data.draw(st.integers(0, len(tokens)))
+    request = GenerateRequest((1,), 0, len(tokens), stop_strings=stops, min_tokens=min_tokens)
     done, given_out, num_checked = Decoded(), "", 0
     for cut in cuts:
+        before, (text, done) = done, decode_more(done, tokens[:cut], decode)
         ending = find_ending(request, tokens[:cut], num_checked, decode)
+        assert find_ending(request, tokens[:cut], num_checked, decode, new_stops(before, text, stops)) == ending
         if ending is not None:
             assert ending.text.startswith(given_out)
             return
-        text, done = decode_more(done, tokens[:cut], decode)
         assert text == decode(tokens[:cut])
         certain = text[: num_certain(text, stops)]
         assert certain.startswith(given_out)

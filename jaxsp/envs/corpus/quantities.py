@@ -174,21 +174,42 @@ def make_document(
     return text, (facts[0], facts[1])
 
 
-_ADD_WORDS = re.compile(r"\b(in all|altogether|together|in total|total|both|at first|sum)\b")
+_ADD_WORDS = re.compile(r"\b(in all|altogether|together|in total|total|both|at first|sum|overall|combined)\b")
 _TAKE_WORDS = re.compile(r"\b(left|more|older|younger|fewer|less|remain|remaining|farther|further|longer|difference)\b")
 
 _REST_WORDS = re.compile(r"\b(left|remain|remaining)\b")
 
 
+_HOLDING = re.compile(
+    r"how many (?P<thing>\w+) (?:are (?:there )?in the box(?: of (?P<box>\w+))?"
+    r"|does (?P<who>\w+) (?:now |still )?have(?: now)?)\?$"
+)
+
+
+def _asks_for_holding(told: str, asked: str) -> tuple[bool, bool]:
+    """Whether `asked` is what somebody holds, without a word of adding or taking away: the sum of two parts of one
+    thing that is `told`, or what its holder kept of it."""
+    match = _HOLDING.search(asked)
+    if match is None:
+        return False, False
+    thing, box, who = match["thing"], match["box"], match["who"]
+    is_holder = told.startswith(f"{who} ") if who else box is None or f"box of {box}" in told
+    num_parts = len(re.findall(rf"\d+ (?:\w+ )?{thing}\b", told))
+    is_taken = re.search(r"\b(gave|lost|took)\b", told) is not None
+    return is_holder and num_parts == 2 and not is_taken, is_holder and who is not None and num_parts == 1 and is_taken
+
+
 def solve(text: str) -> int | None:
     """The answer to a one-step question in the manner of this corpus, read from its words; None if it has none.
 
-    The last sentence says what is asked: a word of adding or of taking away, applied to the two numbers of the text.
-    It reports how many of a challenger's questions are right. No reward uses it.
+    The last sentence says what is asked: a word of adding or of taking away, applied to the two numbers of the text, or
+    what somebody holds. It reports how many of a challenger's questions are right. No reward uses it.
     """
     numbers = [int(n) for n in re.findall(r"\d+", text)]
-    asked = re.split(r"(?<=[.!])\s+", text.strip())[-1].lower()
+    *told, asked = re.split(r"(?<=[.!])\s+", text.strip().lower())
     adds, takes = bool(_ADD_WORDS.search(asked)), bool(_TAKE_WORDS.search(asked))
+    if not adds and not takes:
+        adds, takes = _asks_for_holding(" ".join(told), asked)
     if len(numbers) != 2 or adds == takes or not asked.endswith("?"):
         return None
     if _REST_WORDS.search(asked) and numbers[0] < numbers[1]:

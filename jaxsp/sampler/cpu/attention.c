@@ -23,28 +23,18 @@ static float *at(const task *task, float *cache, long row, long head, long posit
 }
 
 // Tokens from `position` on that stand in one page and before `end`.
-static long run(const task *task, long position, long end) {
+static long in_page(const task *task, long position, long end) {
   long rest = task->page_tokens - position % task->page_tokens;
   return rest < end - position ? rest : end - position;
 }
 
 INLINE float total(vec v) {
   typedef float four __attribute__((vector_size(16)));
-#if LANES >= 8
-  typedef float eight __attribute__((vector_size(32)));
-#endif
-#if LANES == 16
-  eight e = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
-            __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
-#elif LANES == 8
-  eight e = v;
-#endif
-#if LANES >= 8
-  four f = __builtin_shufflevector(e, e, 0, 1, 2, 3) + __builtin_shufflevector(e, e, 4, 5, 6, 7);
-#else
-  four f = v;
-#endif
-  return (f[0] + f[2]) + (f[1] + f[3]);
+  four f[LANES / 4];
+  memcpy(f, &v, sizeof v);
+  for (int half = LANES / 8; half; half /= 2)
+    for (int i = 0; i < half; i++) f[i] += f[i + half];
+  return (f[0][0] + f[0][2]) + (f[0][1] + f[0][3]);
 }
 
 // exp(x) for x <= 0, within 2 units in the last place, and 0 below -87: 2^n times a polynomial of the rest (Moshier,
@@ -79,7 +69,7 @@ INLINE void look(const task *task, const int heads, const float *q, long row, lo
   for (int g = 0; g < heads; g++) most[g] = -__builtin_inff();
   for (long position = begin, count; position < end; position += count) {
     const float *key = at(task, task->keys, row, head, position);
-    count = run(task, position, end);
+    count = in_page(task, position, end);
     if (position + count < end) expect(task, at(task, task->keys, row, head, position + count));
     expect(task, at(task, task->values, row, head, position));
     for (long t = position; t < position + count; t++, key += task->head_dim) {
@@ -112,7 +102,7 @@ INLINE void weigh(const task *task, const int heads, const int vecs, float weigh
       sum[g][c] = *(const vec *)(out + g * task->head_dim + offset + c * LANES) * decay[g];
   for (long position = begin, count; position < end; position += count) {
     const float *value = at(task, task->values, row, head, position) + offset;
-    count = run(task, position, end);
+    count = in_page(task, position, end);
     for (long t = position; t < position + count; t++, value += task->head_dim)
 #pragma GCC unroll 4
       for (int c = 0; c < vecs; c++)
@@ -167,16 +157,16 @@ static long next_heads(const task *task, long g, const float *q, long row, long 
 // Some new tokens of one row and one kv head, with all query heads that read it.
 static void attend(void *data, long item) {
   const task *task = data;
-  long num_items = (task->num_new + QUERIES - 1) / QUERIES, first = item % num_items * QUERIES;
-  long head = item / num_items % task->num_kv_heads, row = item / num_items / task->num_kv_heads;
+  long num_parts = (task->num_new + QUERIES - 1) / QUERIES, first = item % num_parts * QUERIES;
+  long head = item / num_parts % task->num_kv_heads, row = item / num_parts / task->num_kv_heads;
   long size = task->group * task->head_dim;
   for (long t = first; t < first + QUERIES && t < task->num_new; t++) {
     long place = ((row * task->num_new + t) * task->num_kv_heads + head) * size;
     if (t >= task->count[row])
       memset(task->out + place, 0, size * sizeof(float));
     else
-      for (long g = 0, at = place; g < task->group; at = place + g * task->head_dim)
-        g += next_heads(task, g, task->q + at, row, head, task->start[row] + t + 1, task->out + at);
+      for (long g = 0, own = place; g < task->group; own = place + g * task->head_dim)
+        g += next_heads(task, g, task->q + own, row, head, task->start[row] + t + 1, task->out + own);
   }
 }
 
@@ -191,28 +181,57 @@ static void keep(const task *task, long row) {
     }
 }
 
+// Whether the new tokens of every row come to pages that there are, and so do all before them.
+static int are_in_pages(const task *task, long num_rows, long num_pages) {
+  for (long row = 0; row < num_rows; row++) {
+    long end = (long)task->start[row] + task->count[row];
+    if (task->count[row] <= 0) continue;
+    if (task->start[row] < 0 || task->count[row] > task->num_new || end > task->row_pages * task->page_tokens) return 0;
+    for (long i = 0; i * task->page_tokens < end; i++) {
+      int page = task->table[row * task->row_pages + i];
+      if (page < 0 || page >= num_pages) return 0;
+    }
+  }
+  return 1;
+}
+
+static int go_together(const XLA_FFI_CallFrame *frame) {
+  const XLA_FFI_Buffer *q = argument(frame, 0), *k = argument(frame, 1), *keys = argument(frame, 3);
+  const XLA_FFI_Buffer *table = argument(frame, 5);
+  if (q->rank != 4 || k->rank != 4 || keys->rank != 4 || table->rank != 2) return 0;
+  const long rows = q->dims[0], num_new = q->dims[1], num_kv_heads = k->dims[2], page_tokens = keys->dims[2];
+  const long head_dim = q->dims[3], of_q[] = {rows, num_new, q->dims[2], head_dim};
+  const long of_k[] = {rows, num_new, num_kv_heads, head_dim}, of_table[] = {rows, table->dims[1]};
+  const long of_cache[] = {keys->dims[0], num_kv_heads, page_tokens, head_dim};
+  if (!num_kv_heads || q->dims[2] % num_kv_heads || !page_tokens || !head_dim || head_dim % LANES) return 0;
+  for (long i = 0; i < 3; i++)
+    if (!has_shape(argument(frame, i), XLA_FFI_DataType_F32, 4, i ? of_k : of_q) ||
+        !has_shape(result(frame, i), XLA_FFI_DataType_F32, 4, i ? of_cache : of_q))
+      return 0;
+  return has_shape(keys, XLA_FFI_DataType_F32, 4, of_cache) &&
+         has_shape(argument(frame, 4), XLA_FFI_DataType_F32, 4, of_cache) &&
+         has_shape(table, XLA_FFI_DataType_S32, 2, of_table) &&
+         has_shape(argument(frame, 6), XLA_FFI_DataType_S32, 1, of_q) &&
+         has_shape(argument(frame, 7), XLA_FFI_DataType_S32, 1, of_q);
+}
+
 // (q [B, L, N, H], k [B, L, K, H], v, keys [G, K, T, H], values, table [B, W], start [B], count [B]) -> (out [B, L, N, H],
 // keys, values), the last two in place; H a multiple of LANES. Of a row, the first `count` of L are new tokens, which
 // stand at `start` and on; `out` of the others is 0.
 XLA_FFI_Error *jaxsp_cpu_attention(XLA_FFI_CallFrame *frame) {
   if (is_question(frame)) return NULL;
   if (frame->args.size != 8 || frame->rets.size != 3) return fail(frame, "jaxsp_cpu_attention: 8 arguments, 3 results");
-  const XLA_FFI_Buffer *q = argument(frame, 0), *k = argument(frame, 1), *keys = argument(frame, 3);
-  const XLA_FFI_Buffer *table = argument(frame, 5);
-  for (long i = 0; i < 8; i++)
-    if (argument(frame, i)->dtype != (i < 5 ? XLA_FFI_DataType_F32 : XLA_FFI_DataType_S32))
-      return fail(frame, "jaxsp_cpu_attention: expected float32 and int32");
-  if (q->rank != 4 || k->rank != 4 || keys->rank != 4 || table->rank != 2 || q->dims[3] % LANES ||
-      q->dims[2] % k->dims[2] || keys->dims[1] != k->dims[2] || keys->dims[3] != q->dims[3] ||
-      table->dims[0] != q->dims[0] || k->dims[1] != q->dims[1])
-    return fail(frame, "jaxsp_cpu_attention: shapes do not go together");
+  if (!go_together(frame)) return fail(frame, "jaxsp_cpu_attention: shapes do not go together");
+  const XLA_FFI_Buffer *q = argument(frame, 0), *keys = argument(frame, 3), *table = argument(frame, 5);
   if (result(frame, 1)->data != keys->data || result(frame, 2)->data != argument(frame, 4)->data)
     return fail(frame, "jaxsp_cpu_attention: the cache must be updated in place");
-  long num_rows = q->dims[0], num_new = q->dims[1], num_kv_heads = k->dims[2];
+  long num_rows = q->dims[0], num_new = q->dims[1], num_kv_heads = keys->dims[1];
   task task = {
-      q->data, k->data, argument(frame, 2)->data, result(frame, 0)->data, keys->data, argument(frame, 4)->data,
-      table->data, argument(frame, 6)->data, argument(frame, 7)->data,
+      q->data, argument(frame, 1)->data, argument(frame, 2)->data, result(frame, 0)->data, keys->data,
+      argument(frame, 4)->data, table->data, argument(frame, 6)->data, argument(frame, 7)->data,
       num_new, num_kv_heads, q->dims[2] / num_kv_heads, q->dims[3], keys->dims[2], table->dims[1]};
+  if (!are_in_pages(&task, num_rows, keys->dims[0]))
+    return fail(frame, "jaxsp_cpu_attention: a token stands in no page of the cache");
   for (long row = 0; row < num_rows; row++) keep(&task, row);
   for_all(frame, attend, &task, num_rows * num_kv_heads * ((num_new + QUERIES - 1) / QUERIES));
   return NULL;

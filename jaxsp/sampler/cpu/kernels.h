@@ -112,3 +112,9 @@ static inline const XLA_FFI_Buffer *argument(const XLA_FFI_CallFrame *frame, lon
 static inline const XLA_FFI_Buffer *result(const XLA_FFI_CallFrame *frame, long index) {
   return frame->rets.rets[index];
 }
+
+static inline int has_shape(const XLA_FFI_Buffer *array, XLA_FFI_DataType dtype, long rank, const long *dims) {
+  int is_same = array->dtype == dtype && array->rank == rank;
+  for (long i = 0; is_same && i < rank; i++) is_same = array->dims[i] == dims[i];
+  return is_same;
+}

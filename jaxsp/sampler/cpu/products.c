@@ -92,7 +92,8 @@ static void strip(const task *task, const product *product, long index, int pane
     long stride = has_next ? 4 * PANEL / (end_tile - first_tile) : 0;
     for (long t = first_tile; t < end_tile; t++) {
       long first = part(task->rows, t, task->num_tiles), rows = part(task->rows, t + 1, task->num_tiles) - first;
-      const float *ahead = has_next ? w + (begin + length) * PANEL + (t - first_tile) * length * stride / 4 : w;
+      const float *next = b + 1 < task->num_blocks ? w + (begin + length) * PANEL : w + panels * apart;
+      const float *ahead = has_next ? next + (t - first_tile) * length * stride / 4 : w;
       any_tile(rows, panels, task->packed + first * task->num_in + begin * rows, w + begin * PANEL, apart, length, ahead,
                stride, sums);
       for (int p = 0; p < panels; p++) {
@@ -130,13 +131,18 @@ static void multiply(void *data, long chunk) {
 }
 
 static int go_together(const XLA_FFI_CallFrame *frame) {
-  if (frame->args.size != frame->rets.size || argument(frame, 0)->rank != 2) return 0;
-  for (long i = 0; i < frame->rets.size - 1; i++) {
-    const XLA_FFI_Buffer *x = argument(frame, 0), *w = argument(frame, i + 1), *y = result(frame, i);
-    if (x->dtype != XLA_FFI_DataType_F32 || w->dtype != XLA_FFI_DataType_F32 || y->dtype != XLA_FFI_DataType_F32 ||
-        w->rank != 3 || w->dims[1] != x->dims[1] || w->dims[2] != PANEL || y->rank != 2 || y->dims[0] != x->dims[0] ||
-        w->dims[0] != (y->dims[1] + PANEL - 1) / PANEL)
-      return 0;
+  long num_products = frame->rets.size - 1;
+  if (frame->args.size != frame->rets.size || num_products < 1 || argument(frame, 0)->rank != 2) return 0;
+  const XLA_FFI_Buffer *x = argument(frame, 0), *room = result(frame, num_products);
+  const long rows = x->dims[0], num_in = x->dims[1], of_x[] = {rows, num_in};
+  if (!rows || !num_in || !has_shape(x, XLA_FFI_DataType_F32, 2, of_x) ||
+      !has_shape(room, XLA_FFI_DataType_F32, 2, of_x))
+    return 0;
+  for (long i = 0; i < num_products; i++) {
+    const XLA_FFI_Buffer *w = argument(frame, i + 1), *y = result(frame, i);
+    if (y->rank != 2 || !y->dims[1]) return 0;
+    const long num_out = y->dims[1], of_y[] = {rows, num_out}, of_w[] = {(num_out + PANEL - 1) / PANEL, num_in, PANEL};
+    if (!has_shape(y, XLA_FFI_DataType_F32, 2, of_y) || !has_shape(w, XLA_FFI_DataType_F32, 3, of_w)) return 0;
   }
   return 1;
 }
