@@ -83,7 +83,7 @@ def _add_eval_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--output", metavar="FILE.jsonl", help="write every answer with its verdict here")
     sub.add_argument("--json", action="store_true", help="print the report as JSON")
     _add_verifier_options(sub)
-    _add_model_options(sub)
+    _add_sampled_model_options(sub)
 
 
 def _add_sample_arguments(sub: argparse.ArgumentParser) -> None:
@@ -106,7 +106,7 @@ def _add_sample_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--num-samples", type=_count, default=1, metavar="G", help="samples per prompt")
     sub.add_argument("--stream", action="store_true", help="print the one sample while it is made")
     sub.add_argument("--json", action="store_true", help="one JSON line per sample, with --stream per chunk of it")
-    _add_model_options(sub)
+    _add_sampled_model_options(sub)
 
 
 def _add_chat_arguments(sub: argparse.ArgumentParser) -> None:
@@ -116,7 +116,7 @@ def _add_chat_arguments(sub: argparse.ArgumentParser) -> None:
     _add_sampling_options(sub, temperature=0.7)
     sub.add_argument("--seed", type=int, default=0, help="the same seed and words give the same answers")
     _add_context_option(sub)
-    _add_model_options(sub)
+    _add_sampled_model_options(sub)
 
 
 def _add_serve_arguments(sub: argparse.ArgumentParser) -> None:
@@ -127,7 +127,7 @@ def _add_serve_arguments(sub: argparse.ArgumentParser) -> None:
     _add_context_option(sub)
     sub.add_argument("--api-key", type=_key, metavar="KEY",
                      help="what clients must show (default: $JAXSP_API_KEY, else nothing)")  # fmt: skip
-    _add_model_options(sub)
+    _add_sampled_model_options(sub)
 
 
 def _add_sampling_options(sub: argparse.ArgumentParser, temperature: float) -> None:
@@ -167,6 +167,12 @@ def _add_export_arguments(sub: argparse.ArgumentParser) -> None:
 
 def _add_report_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("run_dir", metavar="RUN_DIR")
+
+
+def _add_sampled_model_options(parser: argparse.ArgumentParser) -> None:
+    _add_model_options(parser)
+    parser.add_argument("--weight-dtype", choices=("float32", "bfloat16"),
+                        help="of the weights alone (default: as --dtype): bfloat16 decodes faster")  # fmt: skip
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:

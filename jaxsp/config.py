@@ -80,6 +80,9 @@ class SamplerConfig:
     `tpu`, `gpu` and `cpu` are kernels that read the pages in place, for head sizes of a multiple of 128, a power of 2,
     and a multiple of the processor's vector (16 floats at most); `cpu` is for float32, attends for prompts too, and
     is built by a C compiler at first use. `auto` is the kernel of the platform where it can run, else `xla`."""
+    weight_dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the sampler's copy of the weights; null: `model.compute_dtype`. `bfloat16` under a compute dtype of float32
+    reads half as many bytes for a token, and rounds nothing where the weights are bfloat16's already."""
     products: Literal["auto", "cpu", "xla"] = "auto"
     """What multiplies with the weights. `cpu` is a C kernel for float32 on one CPU device, which a C compiler builds at
     first use; `auto` is `cpu` where it can run, else `xla`."""

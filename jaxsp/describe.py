@@ -74,6 +74,7 @@ def memory_estimate(config: RunConfig, sizes: DecoderSizes, mesh: jax.sharding.M
     placed = abstract_arrays(sizes, make_optimizer(config.learner.learning_rate), shardings(mesh, axes), has_reference)
     params = placed["state"]["params"]
     compute_bytes = jnp.dtype(config.model.compute_dtype).itemsize
+    weight_dtype = config.sampler.weight_dtype or config.model.compute_dtype
     cache_tokens = config.sampler.cache_tokens or config.sampler.num_slots * config.sampler.max_context
     decoding = sampler_mesh(mesh, sizes)
     split = sampler_sizes(sizes, decoding)
@@ -92,7 +93,7 @@ def memory_estimate(config: RunConfig, sizes: DecoderSizes, mesh: jax.sharding.M
         "gradients, and those of a micro-batch": 2 * _device_bytes(params),
         "optimizer moments": _device_bytes(placed["state"]["opt_state"]),
         "reference": _device_bytes(placed["reference"]),
-        f"sampler weights ({config.model.compute_dtype})": _device_bytes(weights, compute_bytes),
+        f"sampler weights ({weight_dtype})": _device_bytes(weights, jnp.dtype(weight_dtype).itemsize),
         f"KV cache ({cache_tokens} tokens)": 2 * sizes.num_layers * math.prod(layer_cache) * compute_bytes,
         "activations of an update": layer_inputs * compute_bytes + logits * 4,
     }

@@ -55,6 +55,8 @@ class FoundModel:
     source: ModelSource
     run_dir: Path | None = None
     step: int | None = None
+    weight_dtype: Literal["float32", "bfloat16"] | None = None
+    """Of a sampler's weights; None: the compute dtype."""
 
 
 def find_model(
@@ -64,6 +66,7 @@ def find_model(
     renderer: Kind | Literal["auto"] | None = None,
     thinking: Thinking | None = None,
     step: int | None = None,
+    weight_dtype: Literal["float32", "bfloat16"] | None = None,
 ) -> FoundModel:
     """The model called `name`: what `open_model` takes, or a run directory with a checkpoint (`step`: the newest).
 
@@ -77,7 +80,7 @@ def find_model(
     chosen = {field: value for field, value in (("renderer", renderer), ("thinking", thinking)) if value is not None}
     if not (path / CONFIG_FILE).is_file():
         config = ModelConfig(name, **{"compute_dtype": compute_dtype, **_chat_settings(path), **chosen})
-        return FoundModel(config, open_model(name))
+        return FoundModel(config, open_model(name), weight_dtype=weight_dtype)
     config = replace(read_run_config(path).model, compute_dtype=compute_dtype, **chosen)
     with Checkpointer(path / "checkpoints", is_read_only=True) as checkpointer:
         steps = checkpointer.steps()
@@ -85,7 +88,7 @@ def find_model(
         raise UserError(f"{path}: this run has no complete checkpoint yet; wait for one, or name its model")
     if step is not None and step not in steps:
         raise UserError(f"{path}: there is no checkpoint of step {step}; there are steps {steps}")
-    return FoundModel(config, open_model(config.name), path, steps[-1] if step is None else step)
+    return FoundModel(config, open_model(config.name), path, steps[-1] if step is None else step, weight_dtype)
 
 
 def _chat_settings(directory: Path) -> dict[str, Any]:
@@ -126,7 +129,8 @@ def sampler_for(model: FoundModel, lengths: Sequence[int]) -> SamplerConfig:
 def load_engine(
     model: FoundModel, tokenizer: Tokenizer, sampler: SamplerConfig, *, steps_in_thread: bool = False
 ) -> Engine:
-    """A sampler with the model's weights; for `steps_in_thread` see `make_engine`."""
+    """A sampler with the model's weights, kept in its `weight_dtype`; for `steps_in_thread` see `make_engine`."""
+    sampler = replace(sampler, weight_dtype=model.weight_dtype)
     engine = make_sampler(
         model.source.sizes, tokenizer, sampler, model.config.compute_dtype, steps_in_thread=steps_in_thread
     )

@@ -79,6 +79,7 @@ def make_sampler(
         cache_tokens=sampler.cache_tokens,
         max_waiting=sampler.max_waiting,
         attention=sampler.attention,
+        weight_dtype=sampler.weight_dtype,
         products=sampler.products,
         compute_dtype=compute_dtype,
         decode_text=tokenizer.decode,

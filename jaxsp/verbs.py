@@ -123,7 +123,11 @@ def _find_model(arguments: argparse.Namespace) -> "FoundModel":
     from jaxsp.inference import find_model
 
     return find_model(
-        arguments.model, compute_dtype=arguments.dtype, renderer=arguments.renderer, thinking=arguments.thinking
+        arguments.model,
+        compute_dtype=arguments.dtype,
+        renderer=arguments.renderer,
+        thinking=arguments.thinking,
+        weight_dtype=getattr(arguments, "weight_dtype", None),  # of verbs that sample
     )
 
 

@@ -1,5 +1,6 @@
 """What a config amounts to, against sizes added up by hand."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -26,4 +27,8 @@ def test_the_memory_estimate_counts_every_copy(tmp_path: Path) -> None:
     assert memory["gradients, and those of a micro-batch"] == 2 * 4 * num_params
     assert memory["optimizer moments"] == pytest.approx(8 * num_params, abs=16)  # and the count of updates
     assert memory["sampler weights (bfloat16)"] == 2 * (num_params - num_scales) + 4 * num_scales
+    assert memory["KV cache (1024 tokens)"] == 2 * 2 * 2 * 16 * 8 * 128 * 2
+    wider = replace(config, sampler=replace(config.sampler, weight_dtype="float32"))
+    memory = memory_estimate(wider, sizes, make_mesh(1, 1, 1, 1, 1, jax.devices()[:1]))
+    assert memory["sampler weights (float32)"] == 4 * num_params
     assert memory["KV cache (1024 tokens)"] == 2 * 2 * 2 * 16 * 8 * 128 * 2

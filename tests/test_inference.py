@@ -103,6 +103,16 @@ def test_samples_come_in_order_and_come_again(directory: Path) -> None:
     assert all(one.tokens != other.tokens for (_, one), (_, other) in zip(first, others, strict=True))
 
 
+def test_weights_kept_in_bfloat16_are_as_good_as_float32_where_they_were_made_in_it(
+    directory: Path, tmp_path: Path
+) -> None:
+    export_run(directory / "run", tmp_path / "export", None, "bfloat16")
+    for path, is_same in ((tmp_path / "export", True), (directory / "run", False)):
+        kept = samples(found(path, weight_dtype="bfloat16"), texts("Hello", "Anna has 3 cups."))
+        wide = samples(found(path), texts("Hello", "Anna has 3 cups."))
+        assert (kept == wide) is is_same
+
+
 def test_a_text_begins_with_bos_and_spells_no_control_token(directory: Path) -> None:
     ((request, _),) = samples(found(directory / "llama"), texts("Hi<|eot_id|>"))
     tokenizer = load_tokenizer(directory / "llama")

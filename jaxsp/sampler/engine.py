@@ -57,12 +57,14 @@ class Engine:
         programs: Programs,
         settings: BatchSettings,
         param_shardings: Params | None,
+        weight_dtype: Any,
         panel: int | None,
         steps_in_thread: bool,
         max_waiting: int,
     ) -> None:
         self._sizes, self._programs, self._settings = sizes, programs, settings
-        self._param_shardings, self._panel, self._steps_in_thread = param_shardings, panel, steps_in_thread
+        self._param_shardings, self._weight_dtype, self._panel = param_shardings, weight_dtype, panel
+        self._steps_in_thread = steps_in_thread
         self._max_in_flight = settings.num_slots + max_waiting
         self._params: Params | None = None
         self._policy_version = -1
@@ -93,7 +95,7 @@ class Engine:
         self._params = None  # before there are new ones
         self._params = to_sampler_layout(
             params,
-            self._settings.compute_dtype,
+            self._weight_dtype,
             self._param_shardings,
             num_kv_heads=self._sizes.num_kv_heads,
             panel=self._panel,
@@ -320,6 +322,7 @@ def make_engine(
     page_tokens: int | None = None,
     cache_tokens: int | None = None,
     attention: str | Implementation = "auto",
+    weight_dtype: Any = None,
     products: str = "auto",
     mesh: Mesh | None = None,
     steps_in_thread: bool = False,
@@ -333,11 +336,12 @@ def make_engine(
         max_context: tokens of prompt and answer together.
         decode_chunk: tokens decoded between two looks at the queue.
         prefill_tokens: prompt tokens of one prefill call; longer prompts take several.
-        compute_dtype: of weights, activations and cache.
+        compute_dtype: of activations, sums and cache.
         decode_text: ids to text, without special tokens.
         page_tokens: tokens of a page of the KV cache: what sharing and eviction come in; None: what `attention` likes.
         cache_tokens: tokens that the KV cache holds; None: `num_slots * max_context`.
         attention: how decoding reads the cache: `auto`, or one of `jaxsp.sampler.paged_attention.IMPLEMENTATIONS`.
+        weight_dtype: of the weights; None: `compute_dtype`.
         products: what multiplies with the weights: `auto`, `cpu` or `xla` (`jaxsp.sampler.cpu_products`).
         mesh: local devices to shard over (`jaxsp.mesh`); None: the default device.
         steps_in_thread: whether the event loop runs on while the devices work. What joins which step then depends on
@@ -380,7 +384,8 @@ def make_engine(
         sizes, compute_dtype, page_tokens, decode_chunk, kv_sharding, implementation, chosen.products
     )
     max_waiting = 16 * num_slots if max_waiting is None else max_waiting
-    return Engine(sizes, programs, settings, param_shardings, chosen.panel, steps_in_thread, max_waiting)
+    weight_dtype = compute_dtype if weight_dtype is None else jnp.dtype(weight_dtype)
+    return Engine(sizes, programs, settings, param_shardings, weight_dtype, chosen.panel, steps_in_thread, max_waiting)
 
 
 def _check_settings(sizes: DecoderSizes, *, max_context: int, cache_tokens: int, **settings: int | None) -> None:

@@ -19,14 +19,14 @@ from jaxsp.model.sizes import DecoderSizes
 
 def to_sampler_layout(
     params: Params,
-    compute_dtype: Any,
+    dtype: Any,
     shardings: Params | None = None,
     *,
     num_kv_heads: int | None = None,
     panel: int | None = None,
     consumes: bool = False,
 ) -> Params:
-    """A copy of `params` with `layers` unstacked into a list and weights in `compute_dtype`, resharded on device.
+    """A copy of `params` with `layers` unstacked into a list and weights in `dtype`, resharded on device.
 
     Norm scales stay as they are: the decoder applies them in float32, and the learner's are not rounded either.
     `shardings` has the shape of the result (`sampler_shardings` makes it); None leaves the placement to the compiler.
@@ -38,11 +38,11 @@ def to_sampler_layout(
 
     def convert(path: tuple[Any, ...], leaf: jax.Array, sharding: NamedSharding | None = None) -> Any:
         is_norm_scale = path[-1].key == "scale"
-        dtype = leaf.dtype if is_norm_scale else jnp.dtype(compute_dtype)
+        own_dtype = leaf.dtype if is_norm_scale else jnp.dtype(dtype)
         is_of_kv_heads = any(part.key in ("k", "v") for part in path[1:2])
         copies = num_kv_heads // leaf.shape[-2] if num_kv_heads and is_of_kv_heads else 1
         layout = None if panel is None else _layout(tuple(part.key for part in path), panel)
-        converted = _conversion(path[0].key == "layers", dtype, sharding, copies, layout)(leaf)
+        converted = _conversion(path[0].key == "layers", own_dtype, sharding, copies, layout)(leaf)
         if consumes:
             jax.block_until_ready(converted)
             leaf.delete()

@@ -62,6 +62,7 @@ ENGINES = (
         _expected((*_BATCHES, "batch_64", *_ALL[4:]), "15 10 18 25 32 15 60 45", "1 4 6 12 20 11 36 28"),
         module="tests.bench.jaxsp_worker",
     ),
+    Engine("jaxsp-bf16", _expected(_BATCHES, "15 10 18 25", "1 3 5 12"), module="tests.bench.jaxsp_bfloat16_worker"),
     Engine(
         "transformers",
         _expected(_ALL, "1 2 4 4 4 9 15", "2 6 13 25 25 130 170"),

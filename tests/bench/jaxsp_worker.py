@@ -1,6 +1,7 @@
 """jaxsp's own sampler in the benchmark, opened for a workload as `jaxsp sample` opens it for its prompts."""
 
 import asyncio
+from typing import Literal
 
 from jaxsp.inference import find_model, open_engine
 from jaxsp.model.source import tokenizer_path
@@ -10,12 +11,15 @@ from jaxsp.trajectory import GenerateRequest
 from tests.bench.worker import Outputs, Place, sampling, serve
 from tests.bench.workloads import Episode, Workload
 
+PACKAGES = ["jaxsp", "jax", "jaxlib", "numpy"]
+"""Whose versions belong in the results."""
+
 
 class Jaxsp:
     """One engine at a time: the next workload's replaces it, and finds the programs that are compiled."""
 
-    def __init__(self, place: Place) -> None:
-        self._model = find_model(str(place.model_dir), compute_dtype="float32")
+    def __init__(self, place: Place, weight_dtype: Literal["float32", "bfloat16"] = "float32") -> None:
+        self._model = find_model(str(place.model_dir), compute_dtype="float32", weight_dtype=weight_dtype)
         self._tokenizer = load_tokenizer(tokenizer_path(self._model.source))
         self._engine: Engine | None = None
 
@@ -56,4 +60,4 @@ async def _sample(engine: Engine, workload: Workload) -> list[tuple[int, ...]]:
 
 
 if __name__ == "__main__":
-    serve(lambda place: sampling(Jaxsp(place)), ["jaxsp", "jax", "jaxlib", "numpy"])
+    serve(lambda place: sampling(Jaxsp(place)), PACKAGES)

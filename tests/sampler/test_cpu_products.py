@@ -71,6 +71,16 @@ def test_a_row_gives_the_same_bits_alone_and_among_others(num_rows):
         np.testing.assert_array_equal(product(x[row : row + 1], w)[0][0], together[row])
 
 
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 7, 12, 13, 31, 200])
+def test_weights_in_bfloat16_give_the_bits_that_their_values_in_float32_do(num_rows):
+    x, weights = normal(0, num_rows, 700), [jnp.asarray(normal(width, 700, width), jnp.bfloat16) for width in (90, 33)]
+    widened = product(x, *(np.asarray(each, np.float32) for each in weights))
+    panels = [in_panels(each, 1, kernels().panel) for each in weights]
+    assert {each.dtype for each in panels} == {jnp.bfloat16.dtype}
+    for found, expected in zip(_multiply(x, panels, (90, 33)), widened, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_calls_from_several_threads_at_once_do_not_meet():
     cases = [(normal(seed, 1 + seed % 20, 600), normal(seed + 50, 600, 333)) for seed in range(12)]
     expected = [product(*case)[0] for case in cases]
@@ -93,6 +103,10 @@ def test_shapes_that_do_not_go_together_are_an_error_and_not_a_crash():
     w = in_panels(jnp.ones((8, 8)), 1, kernels().panel)
     with pytest.raises(jax.errors.JaxRuntimeError, match="x, w and y do not go together"):
         _multiply(np.ones((2, 8), np.float32), [w], (1000,))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="x, w and y do not go together"):
+        _multiply(np.ones((2, 8), np.float32), [w.astype(jnp.float16)], (8,))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="x, w and y do not go together"):  # not one type
+        _multiply(np.ones((2, 8), np.float32), [w, w.astype(jnp.bfloat16)], (8, 8))
     with pytest.raises(jax.errors.JaxRuntimeError, match="x, w and y do not go together"):  # a sum of nothing
         _multiply(np.ones((2, 0), np.float32), [w[:, :0]], (8,))
 
@@ -123,6 +137,24 @@ def test_an_engine_samples_the_same_tokens_by_either_products(sizes):
             decode_text=str, products=products,
         )  # fmt: skip
         engine.load(random_params(sizes, 0), 3)
+        completions.append(generate_all(engine, requests))
+    assert_same_samples(*completions)
+
+
+@pytest.mark.parametrize("products", ["cpu", "xla"])
+def test_weights_kept_in_bfloat16_sample_as_their_rounded_values_in_float32_do(products):
+    exact = random_params(SIZES, 0)
+    rounded = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf if path[-1].key == "scale" else leaf.astype(jnp.bfloat16).astype(jnp.float32), exact
+    )
+    requests = [GenerateRequest(prompt(i, 9), i, 12, temperature=i / 2) for i in range(3)]
+    completions = []
+    for params, weight_dtype in ((exact, jnp.bfloat16), (rounded, None)):
+        engine = make_engine(
+            SIZES, num_slots=4, max_context=64, decode_chunk=4, prefill_tokens=32, compute_dtype=jnp.float32,
+            decode_text=str, products=products, weight_dtype=weight_dtype,
+        )  # fmt: skip
+        engine.load(params, 3)
         completions.append(generate_all(engine, requests))
     assert_same_samples(*completions)
 
@@ -217,6 +249,7 @@ import jax.numpy as jnp
 import test_cpu_products, test_paged_attention
 print(test_cpu_products.kernels().lanes)
 for num_rows in (5, 13, 31):
+    test_cpu_products.test_weights_in_bfloat16_give_the_bits_that_their_values_in_float32_do(num_rows)
     test_cpu_products.test_a_row_gives_the_same_bits_alone_and_among_others(num_rows)
 test_cpu_products.test_products_are_exact_within_the_rounding_of_their_sums()
 test_paged_attention.test_a_row_of_many_blocks_attends_on_a_cpu_as_exact_arithmetic_does()
