@@ -91,7 +91,10 @@ class SamplerConfig:
 @dataclass(frozen=True)
 class LearnerConfig:
     learning_rate: float = 1e-6
-    """Of AdamW in self-play, constant; `beta1`, `beta2` and `weight_decay` are AdamW's."""
+    """Of AdamW in self-play, at its start; `beta1`, `beta2` and `weight_decay` are AdamW's."""
+    schedule: Literal["constant", "linear"] = "constant"
+    """What becomes of the learning rate: `linear` falls to 0 at the end of self-play, and needs one update a step
+    (`trajectories_per_update` = 0)."""
     beta1: float = 0.9
     beta2: float = 0.95
     weight_decay: float = 0.0

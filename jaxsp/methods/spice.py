@@ -31,6 +31,7 @@ Departures that are off by default:
   pays both alike, which lets a small challenger drift to questions without a right answer.
 - `spice.challenger_reward`, `spice.trains_challenger`, `spice.trains_reasoner`: other rewards and a fixed role, which
   are ablations of the paper but for `learnability_4p1mp` and a fixed reasoner.
+- `learner.schedule` = linear: a learning rate that falls to 0 at the end of self-play.
 - `learner.advantage` = group_std, `learner.kl_coef`: GRPO's advantages, a pull towards the policy at the phase's start.
 """
 
@@ -42,7 +43,7 @@ from pathlib import Path
 import numpy as np
 import optax
 
-from jaxsp.config import RunConfig, SpiceConfig, UsageError
+from jaxsp.config import LearnerConfig, RunConfig, SpiceConfig, UsageError
 from jaxsp.envs.documents import Corpus
 from jaxsp.methods.phase import Method, Phase, StepPlace
 from jaxsp.rollout.collect import Played, SpiceRules, play_spice
@@ -114,7 +115,7 @@ def make_method(config: RunConfig, setting: Setting, corpus: Corpus, supervised)
             "spice",
             config.spice.num_steps,
             "reinforce",
-            config.learner.learning_rate,
+            _learning_rate(config.learner, config.spice.num_steps),
             play,
             lambda group: config.learner.length_normaliser or max_tokens[group.role],
         )
@@ -122,6 +123,18 @@ def make_method(config: RunConfig, setting: Setting, corpus: Corpus, supervised)
     if config.warm_start.conversations is not None and config.warm_start.num_steps:
         phases.insert(0, _warm_start(config, supervised))
     return Method(tuple(phases), corpus.state, corpus.restore)
+
+
+def _learning_rate(learner: LearnerConfig, num_steps: int) -> optax.ScalarOrSchedule:
+    """A number, or a function of the number of updates; raises `UsageError` where that is not the number of steps."""
+    if learner.schedule == "constant":
+        return learner.learning_rate
+    if learner.trajectories_per_update:
+        raise UsageError(
+            f"learner.schedule = {learner.schedule} needs one update a step: set learner.trajectories_per_update to 0, "
+            "or learner.schedule to constant"
+        )
+    return optax.linear_schedule(learner.learning_rate, 0.0, num_steps)
 
 
 def _check_held_out(config: RunConfig) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxsp.config import CorpusConfig, EvaluationConfig, ModelConfig, RunConfig, SpiceConfig, UsageError
+from jaxsp.config import CorpusConfig, EvaluationConfig, LearnerConfig, ModelConfig, RunConfig, SpiceConfig, UsageError
 from jaxsp.envs.documents import open_corpus
 from jaxsp.methods.phase import StepPlace
 from jaxsp.methods.spice import alarms_of, make_method, spice_rules
@@ -44,6 +44,25 @@ def played_steps(tmp_path: Path, game: Game, documents: list[str], num_steps: in
         return [await phase.play(StepPlace(step, step, 0, lambda *told: None)) for step in range(num_steps)]
 
     return asyncio.run(play())
+
+
+def test_the_learning_rate_stays_or_falls_in_a_line_to_nothing_at_the_last_step(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("A document.")
+    corpus = open_corpus(tmp_path, seed=0, max_segment_tokens=100, encode=str.split)  # pyright: ignore[reportArgumentType]
+
+    def learning_rate(num_steps: int, **learner: Any) -> Any:
+        config = RunConfig(
+            model=ModelConfig("none"), spice=SpiceConfig(num_steps=num_steps),
+            learner=LearnerConfig(learning_rate=4e-5, **learner),
+        )  # fmt: skip
+        (phase,) = make_method(config, make_setting(ScriptedGenerate(lambda prompt, seed: "")), corpus, None).phases
+        return phase.learning_rate
+
+    assert learning_rate(8) == 4e-5
+    falling = learning_rate(8, schedule="linear")
+    np.testing.assert_allclose([falling(n) for n in (0, 2, 6, 7, 8)], [4e-5, 3e-5, 1e-5, 5e-6, 0.0], rtol=1e-6)
+    with pytest.raises(UsageError, match=r"learner\.schedule = linear needs one update a step"):
+        learning_rate(8, schedule="linear", trajectories_per_update=4)
 
 
 def test_a_role_that_is_not_trained_gives_no_groups_and_uses_no_task(tmp_path: Path) -> None:
