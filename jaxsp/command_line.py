@@ -75,11 +75,11 @@ def _add_eval_arguments(sub: argparse.ArgumentParser) -> None:
                      help="lines with question, answer, perhaps answer_type and kind (default: embedded)")  # fmt: skip
     sub.add_argument("--prompts", choices=("full", "compact"),
                      help="how the question is put (default: the run's, or full)")  # fmt: skip
-    sub.add_argument("--num-samples", type=_count, default=1, metavar="N", help="answers per question")
+    sub.add_argument("--num-samples", type=_count, default=1, metavar="N", help="answers per question (default: 1)")
     sub.add_argument("--temperature", type=_temperature, default=0.0, metavar="T", help="0 (default) is greedy")
     sub.add_argument("--max-tokens", type=_count, metavar="N",
                      help="tokens of an answer at most (default: the run's, or 512)")  # fmt: skip
-    sub.add_argument("--seed", type=int, default=0)
+    sub.add_argument("--seed", type=int, default=0, help="the same seed gives the same answers (default: 0)")
     sub.add_argument("--output", metavar="FILE.jsonl", help="write every answer with its verdict here")
     sub.add_argument("--json", action="store_true", help="print the report as JSON")
     _add_verifier_options(sub)
@@ -93,7 +93,8 @@ def _add_sample_arguments(sub: argparse.ArgumentParser) -> None:
     source.add_argument("--prompts", metavar="FILE.jsonl", help="lines with prompt (text), messages (chat) or tokens")
     sub.add_argument("--chat", action="store_true", dest="is_chat",
                      help="put text prompts into the model's chat format")  # fmt: skip
-    sub.add_argument("--max-tokens", type=_count, default=128, metavar="N", help="tokens of a sample at most")
+    sub.add_argument("--max-tokens", type=_count, default=128, metavar="N",
+                     help="tokens of a sample at most (default: 128)")  # fmt: skip
     _add_sampling_options(sub, temperature=1.0)
     sub.add_argument("--stop", nargs="+", action="extend", type=_stop, default=[], dest="stop_strings", metavar="STR",
                      help="texts that end a sample and are cut from it (MODEL stands before them)")  # fmt: skip
@@ -102,8 +103,8 @@ def _add_sample_arguments(sub: argparse.ArgumentParser) -> None:
                      help="the sample is one of these texts (MODEL stands before them)")  # fmt: skip
     sub.add_argument("--raw", action="store_true", dest="wants_raw",
                      help="with --json: raw_logprobs, under the model's own distribution, and kept_mass")  # fmt: skip
-    sub.add_argument("--seed", type=int, default=0, help="the same seed gives the same samples")
-    sub.add_argument("--num-samples", type=_count, default=1, metavar="G", help="samples per prompt")
+    sub.add_argument("--seed", type=int, default=0, help="the same seed gives the same samples (default: 0)")
+    sub.add_argument("--num-samples", type=_count, default=1, metavar="G", help="samples per prompt (default: 1)")
     sub.add_argument("--stream", action="store_true", help="print the one sample while it is made")
     sub.add_argument("--json", action="store_true", help="one JSON line per sample, with --stream per chunk of it")
     _add_sampled_model_options(sub)
@@ -112,9 +113,10 @@ def _add_sample_arguments(sub: argparse.ArgumentParser) -> None:
 def _add_chat_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
     sub.add_argument("--system", metavar="TEXT", help="the system message (default: the model's own, if it has one)")
-    sub.add_argument("--max-tokens", type=_count, default=1024, metavar="N", help="tokens of an answer at most")
+    sub.add_argument("--max-tokens", type=_count, default=1024, metavar="N",
+                     help="tokens of an answer at most (default: 1024)")  # fmt: skip
     _add_sampling_options(sub, temperature=0.7)
-    sub.add_argument("--seed", type=int, default=0, help="the same seed and words give the same answers")
+    sub.add_argument("--seed", type=int, default=0, help="the same seed and words give the same answers (default: 0)")
     _add_context_option(sub)
     _add_sampled_model_options(sub)
 
@@ -152,7 +154,8 @@ def _add_score_arguments(sub: argparse.ArgumentParser) -> None:
 
 
 def _add_verify_arguments(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--kind", required=True, choices=("math", "choice", "text"))
+    sub.add_argument("--kind", required=True, choices=("math", "choice", "text"),
+                     help="how the last \\boxed{} is compared: mathematics, by letter, plain text")  # fmt: skip
     sub.add_argument("--input", required=True, metavar="FILE.jsonl", help="lines with reference and response")
     sub.add_argument("--json", action="store_true", help="one JSON line per response")
     _add_verifier_options(sub)
@@ -162,7 +165,8 @@ def _add_export_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("run_dir", metavar="RUN_DIR")
     sub.add_argument("--out", required=True, metavar="DIR", help="a directory that is not there yet, or is empty")
     sub.add_argument("--step", type=_natural, metavar="N", help="a checkpoint's step (default: the newest)")
-    sub.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="of the weights' files")
+    sub.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"),
+                     help="of the weights' files (default: bfloat16)")  # fmt: skip
 
 
 def _add_report_arguments(sub: argparse.ArgumentParser) -> None:
@@ -176,7 +180,8 @@ def _add_sampled_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of weights and cache")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"),
+                        help="of weights and cache (default: float32)")  # fmt: skip
     parser.add_argument("--renderer", choices=("auto", "qwen3", "chatml", "llama3", "plain"),
                         help="the chat format (default: the run's, or by the tokenizer)")  # fmt: skip
     parser.add_argument("--thinking", choices=("on", "off", "absent"),
@@ -184,8 +189,10 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_verifier_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workers", type=_count, default=2, metavar="N", help="processes that check answers")
-    parser.add_argument("--timeout", type=_seconds, default=5.0, metavar="S", help="seconds that a check may take")
+    parser.add_argument("--workers", type=_count, default=2, metavar="N",
+                        help="processes that check answers (default: 2)")  # fmt: skip
+    parser.add_argument("--timeout", type=_seconds, default=5.0, metavar="S",
+                        help="seconds that a check may take (default: 5)")  # fmt: skip
 
 
 _VERBS = {

@@ -6,12 +6,12 @@
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 
 class UserError(Exception):
@@ -324,12 +324,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         if "=" not in override:
             raise UsageError(f"override {override!r} is not of the form a.b=c")
     try:
-        merged = OmegaConf.merge(
-            OmegaConf.structured(RunConfig), OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides))
-        )
-        config = OmegaConf.to_object(merged)
+        given = [OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides))]
+        for each in given:
+            _check_parts(path, each)
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), *given))
+    except UsageError:
+        raise
     except FileNotFoundError as error:
         raise UsageError(f"config file {path} does not exist") from error
+    except MissingMandatoryValue as error:
+        raise UsageError(f"config {path}: {error.full_key} is missing") from error
     except OmegaConfBaseException as error:
         raise UsageError(f"config {path}: {_first_lines(error)}") from error
     except Exception as error:  # YAML's own parse errors share no base class with OmegaConf's
@@ -345,6 +349,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def dump_config(config: RunConfig) -> str:
     """The resolved config as YAML that `load_config` reads back to an equal value."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def _check_parts(path: str | Path, given: Any) -> None:
+    """Refuses what stands where fields should: OmegaConf's own message would not say where it stands."""
+    if not OmegaConf.is_dict(given):
+        raise UsageError(f"config {path} holds a list, not fields such as model.name")
+    for part in fields(RunConfig):
+        if not is_dataclass(part.type) or part.name not in given:
+            continue
+        value = given[part.name]
+        if not OmegaConf.is_dict(value):
+            example = f"{part.name}.{fields(part.type)[0].name}"
+            shown = "null" if value is None else repr(value)
+            raise UsageError(f"config {path}: {part.name} holds fields of its own, such as {example}, not {shown}")
 
 
 def _first_lines(error: Any) -> str:

@@ -75,7 +75,7 @@ def test_a_config_cannot_be_changed(path: Path) -> None:
         ("spice.num_steps=2.5", "2.5"),
         ("spice.trains_reasoner=7.5", "7.5"),
         ("model.renderer=qwen", "qwen"),
-        ("learner=3", "learner|3"),
+        ("learner=3", r"learner holds fields of its own.*learner\.learning_rate.*not 3"),
         ("spice.num_steps", "not of the form a.b=c"),
         ("checkpoint.every_steps=0", r"checkpoint\.every_steps = 0 must be at least 1"),
         ("checkpoint.keep=0", r"checkpoint\.keep = 0 must be at least 1"),
@@ -106,8 +106,11 @@ def test_an_unknown_key_or_a_wrong_type_is_named(path: Path, override: str, mess
         ("model:\n  nam: x\n", r"nam.*name"),
         ("model:\n  name: x\nspice:\n  num_steps: [1]\n", "num_steps|List"),
         ("model: {\n", "run.yaml is not readable YAML"),
-        ("- a\n", "run.yaml"),
-        ("seed: 1\n", r"model\.name"),
+        ("- a\n", "run.yaml.*holds a list"),
+        ("model: x\n", r"run.yaml: model holds fields of its own.*model\.name.*not 'x'"),
+        ("model: {name: x}\nspice:\n", r"spice holds fields of its own.*spice\.num_steps.*not null"),
+        ("seed: 1\n", r"model\.name is missing"),
+        ("", r"model\.name is missing"),
     ],
 )
 def test_a_bad_file_is_one_message(tmp_path: Path, text: str, message: str) -> None:
