@@ -157,6 +157,9 @@ class SpiceConfig:
     unsolved_reward: float | None = None
     """The challenger's reward for a question that none of its G answers solves, which may be one without a right
     answer; null: what `challenger_reward` pays at a solve rate of 0."""
+    repetition_penalty: float = 0.0
+    """What the challenger's reward of a question loses if all other kept attempts of its document ask the same, and in
+    proportion if some do. `unsolved_reward` and `invalid_reward` lose nothing."""
     challenger_reward: Literal[
         "gaussian_variance", "one_minus_abs", "one_minus_p", "threshold", "learnability_4p1mp"
     ] = "gaussian_variance"
@@ -298,6 +301,7 @@ _BOUNDS = {
     "spice.variance_tau": _POSITIVE,
     "spice.invalid_reward": _Bounds(-math.inf, is_open=True, end=math.inf),
     "spice.unsolved_reward": _Bounds(-math.inf, is_open=True, end=math.inf),
+    "spice.repetition_penalty": _RATE,
     "spice.temperature": _POSITIVE,
     "spice.challenger_max_tokens": _COUNT,
     "spice.reasoner_max_tokens": _COUNT,

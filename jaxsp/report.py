@@ -177,6 +177,7 @@ def print_report(run_dir: Path, console: Console) -> None:
             f"self-play: {sampled / max(sampler_s, 1e-9):.0f} sampled tokens/s, {stored / max(update_s, 1e-9):.0f} "
             f"trained tokens/s that stand for {separate / max(update_s, 1e-9):.0f} without shared prefixes",
             highlight=False,
+            soft_wrap=True,
         )
 
 

@@ -50,7 +50,9 @@ def train(config: RunConfig, run_dir: Path, *, is_resume: bool, console: Console
         run = stack.enter_context(open_run(config, run_dir, pool, console, is_resume))
         schedule = ", ".join(f"{phase.num_steps} steps of {phase.name}" for phase in run.parts.method.phases)
         console.print(f"run directory: {run_dir}", highlight=False, soft_wrap=True)
-        console.print(f"schedule: {schedule}; new shapes are compiled in the first steps", highlight=False)
+        console.print(
+            f"schedule: {schedule}; new shapes are compiled in the first steps", highlight=False, soft_wrap=True
+        )
         should_stop = stack.enter_context(_stop_signals())
         is_done = asyncio.run(_run_schedule(run, should_stop))
     if is_done:

@@ -29,6 +29,7 @@ Departures that are off by default:
   those of mixed outcome than a random one.
 - `spice.unsolved_reward`: a question that nobody solves pays less than one that everybody solves. The paper's reward
   pays both alike, which lets a small challenger drift to questions without a right answer.
+- `spice.repetition_penalty`: questions that a document's attempts have in common pay less.
 - `spice.challenger_reward`, `spice.trains_challenger`, `spice.trains_reasoner`: other rewards and a fixed role, which
   are ablations of the paper but for `learnability_4p1mp` and a fixed reasoner.
 - `learner.schedule` = linear: a learning rate that falls to 0 at the end of self-play.
@@ -79,6 +80,7 @@ def spice_rules(config: SpiceConfig) -> SpiceRules:
         shares_answers=config.shares_answers,
         prefers_mixed_tasks=config.prefers_mixed_tasks,
         unsolved_reward=config.unsolved_reward,
+        repetition_penalty=config.repetition_penalty,
     )
 
 

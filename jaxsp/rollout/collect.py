@@ -50,6 +50,7 @@ class SpiceRules:
     """Tasks with equal question, answer and answer type share one set of G answers."""
     prefers_mixed_tasks: bool = False
     """Draw the reasoner's tasks from those answered sometimes right and sometimes wrong, where there are any."""
+    repetition_penalty: float = 0.0
     unsolved_reward: float | None = None
     """The challenger's for a task that no answer solves; None: what its solve rate of 0 pays."""
 
@@ -85,6 +86,7 @@ class _Try:
     Attributes:
         position: its place among all attempts of the step.
         answers_at: the position of the first try with these answers, which is another one where answers are shared.
+        num_alike: other tries of its document that were answered and ask the same question.
     """
 
     position: int
@@ -93,6 +95,7 @@ class _Try:
     is_kept: bool
     answers: tuple[Answer, ...] = ()
     answers_at: int | None = None
+    num_alike: int = 0
 
     @property
     def proposal(self) -> Proposal | None:
@@ -226,11 +229,16 @@ async def _answer_valid(
         key: (tuple(flat[number * rules.group_size : (number + 1) * rules.group_size]), each.position)
         for number, (key, each) in enumerate(first.items())
     }
+    asked = Counter((each.document, each.question) for each in tries if each.is_kept and each.proposal is not None)
     answered = []
     for each in tries:
         key = each.proposal if rules.shares_answers else each.position
-        answers, answers_at = sets[key] if each.is_kept and key in sets else ((), None)
-        answered.append(replace(each, answers=answers, answers_at=answers_at))
+        if each.is_kept and key in sets:
+            answers, answers_at = sets[key]
+            num_alike = asked[each.document, each.question] - 1
+            answered.append(replace(each, answers=answers, answers_at=answers_at, num_alike=num_alike))
+        else:
+            answered.append(each)
     return answered
 
 
@@ -260,7 +268,8 @@ def _challenger_reward(each: _Try, rules: SpiceRules) -> float | None:
         return rules.invalid_reward
     if each.solve_rate == 0 and rules.unsolved_reward is not None:
         return rules.unsolved_reward
-    return rules.solve_rate_reward(each.solve_rate)
+    repeated = each.num_alike / (rules.group_size - 1)
+    return rules.solve_rate_reward(each.solve_rate) - rules.repetition_penalty * repeated
 
 
 def _challenger_group(tries: Sequence[_Try], rules: SpiceRules, group_id: str) -> Group:

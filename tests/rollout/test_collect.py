@@ -91,6 +91,23 @@ def test_a_question_that_nobody_solves_can_be_paid_apart_from_one_that_everybody
     assert rewards_of(play(game, documents, unsolved_reward=-0.1), "challenger") == [[trivial] * 4, [-0.1] * 4]
 
 
+def test_a_question_pays_less_the_more_attempts_of_its_document_ask_it():
+    one, other, hard = Cups(3, 4), Cups(2, 6), Cups(5, 4)
+    both = f"{one.document} {other.document}"
+    replies = {
+        both: [one.reply, other.reply, one.reply, one.reply], other.document: [other.reply, INVALID],
+        hard.document: [hard.reply],
+    }  # fmt: skip
+    game = Game(replies, {hard.question: 0})
+    played = play(game, list(replies), repetition_penalty=0.3, unsolved_reward=-0.1)
+    trivial = gaussian_variance(0, 0.01)
+    asked_by_many, asked_once, unsolved = rewards_of(played, "challenger")
+    assert asked_by_many == pytest.approx([trivial - 0.2, trivial, trivial - 0.2, trivial - 0.2])
+    assert asked_once == [trivial, -0.1, -0.1, -0.1]  # though another document's attempt asks the same
+    assert unsolved == [-0.1] * 4
+    assert [row["reward"] for row in played.episodes if row["role"] == "challenger"][:4] == asked_by_many
+
+
 def test_episodes_hold_a_row_for_each_trajectory_with_texts_counts_rewards_and_reasons():
     cups = Cups(3, 4)
     game = Game({cups.document: [cups.reply, INVALID]}, {cups.question: 1})
