@@ -414,11 +414,12 @@ async def _let_others_run() -> None:
 
 
 async def _to_the_end(work: asyncio.Future[None]) -> None:
-    """Awaits what runs in a thread, and so runs on also when who awaits it is cancelled."""
+    """Awaits what runs in a thread, and so runs on also when who awaits it is cancelled; raises what it raised."""
     try:
         await asyncio.shield(work)
     except asyncio.CancelledError:
         while not work.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([work])
+        work.result()
         raise
