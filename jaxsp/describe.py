@@ -51,12 +51,12 @@ def describe(config: RunConfig, console: Console) -> None:
         f"device{'s' if num_copies > 1 else ''} each",
     )
     line("sampler rows", _listed(row_buckets(config.sampler.num_slots)))
-    attention, page_tokens = choose(
+    attention, page_tokens, why_not = choose(
         config.sampler.attention, devices[0], num_slots=config.sampler.num_slots,
         max_context=config.sampler.max_context, page_tokens=config.sampler.page_tokens, head_dim=sizes.head_dim,
         dtype=config.model.compute_dtype,
     )  # fmt: skip
-    line("sampler attention", f"{attention.name}, pages of {page_tokens} tokens")
+    line("sampler attention", f"{attention.name}, pages of {page_tokens} tokens" + (f" ({why_not})" if why_not else ""))
     chosen = choose_products(config.sampler.products, devices[0], parts.sampler_mesh.size, config.model.compute_dtype)
     line("sampler products", chosen.name + (f" (cpu {chosen.why_not})" if chosen.why_not else ""))
     line("sampler contexts", _listed(context_buckets(config.sampler.max_context, page_tokens)))

@@ -197,6 +197,9 @@ def test_a_dry_run_says_what_a_config_amounts_to(directory: Path, tmp_path: Path
     assert "mesh                  data 1, fsdp 1, context 1, expert 1, tensor 1" in out
     assert "sampler rows          1, 4, 8\n" in out and "sampler contexts      256\n" in out
     assert "sampler split         1 part of weights and cache, on 1 device each\n" in out
+    no_kernel = "(cpu {} float32, and model.compute_dtype is bfloat16)\n"
+    assert "sampler attention     xla, pages of 16 tokens " + no_kernel.format("computes in") in out
+    assert "sampler products      xla " + no_kernel.format("multiplies") in out
     num_params = 640 * 32 + 32 + 2 * (32 * (64 + 32 + 32) + 64 * 32 + 3 * 32 * 48 + 2 * 32 + 2 * 16)
     assert f"qwen3, {num_params:,} parameters, 2 layers" in out
     assert "KV cache (2048 tokens)" in out and "total" in out

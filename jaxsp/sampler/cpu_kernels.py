@@ -11,6 +11,7 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
@@ -24,6 +25,8 @@ PRODUCTS, ATTENTION = "jaxsp_cpu_products", "jaxsp_cpu_attention"
 """XLA's names of the kernels, which are their names in C too."""
 _SOURCES = Path(__file__).parent / "cpu"
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-std=gnu11", "-shared", "-fPIC")
+_LIMIT_S = 120
+"""For a compiler, which takes a second on a machine that is not busy."""
 _SEAL_BYTES = hashlib.sha256().digest_size
 
 
@@ -116,11 +119,21 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def _output(command: list[str]) -> str:
-    """What a compiler prints; it gets no input, which may be a chat's."""
-    done = subprocess.run(
-        command, check=True, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
-    )
-    return done.stdout
+    """What a compiler prints; it gets no input, which may be a chat's. Raises OSError if it takes too long."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace", process_group=0
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=_LIMIT_S)
+        except BaseException as error:  # also Ctrl-C, which a group of its own does not hear
+            os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise TimeoutError(f"it was not done after {_LIMIT_S} seconds") from error
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, out, err)
+    return out
 
 
 def _processor() -> str:

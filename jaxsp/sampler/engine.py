@@ -12,7 +12,6 @@ products of other shapes sum in another order; a token changes only where two ca
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +26,7 @@ from jaxsp.model.sizes import DecoderSizes
 from jaxsp.sampler.batch import Batch, BatchSettings, Sample
 from jaxsp.sampler.cpu_products import choose_products
 from jaxsp.sampler.paged_attention import Implementation, choose
+from jaxsp.sampler.places import Places
 from jaxsp.sampler.programs import Programs, make_programs
 from jaxsp.sampler.scheduler import Counts, Ending, check_request
 from jaxsp.sampler.streaming import Decoded, Delta, decode_more, num_certain
@@ -65,7 +65,6 @@ class Engine:
         self._sizes, self._programs, self._settings = sizes, programs, settings
         self._param_shardings, self._weight_dtype, self._panel = param_shardings, weight_dtype, panel
         self._steps_in_thread = steps_in_thread
-        self._max_in_flight = settings.num_slots + max_waiting
         self._params: Params | None = None
         self._policy_version = -1
         self._batch = Batch(programs, settings)
@@ -77,8 +76,7 @@ class Engine:
         self._arrived: list[Sample] = []
         self._gone: list[Sample] = []
         self._ended: list[tuple[Sample, Ending]] = []
-        self._num_places = 0  # taken, by what waits in the batch's queue or stands in the batch
-        self._held_back: deque[asyncio.Future[None]] = deque()  # requests without a place, in the order they came
+        self._places = Places(settings.num_slots + max_waiting)  # in the batch and in its queue
 
     @property
     def num_compilations(self) -> int:
@@ -108,7 +106,7 @@ class Engine:
 
         Raises ValueError while requests are in flight.
         """
-        num_requests = len(self._futures) + len(self._held_back)
+        num_requests = len(self._futures) + self._places.num_waiting
         if num_requests or self._is_stepping:
             raise ValueError(f"{num_requests} requests in flight; await them first")
         self._exchange()
@@ -171,13 +169,14 @@ class Engine:
         if self._params is None:
             raise ValueError("a request came before load")
         self.check(request)
+        self._batch.counts.held_back += self._places.are_taken
+        await self._places.take()
         loop = asyncio.get_running_loop()
-        await self._take_place(loop)
         if self._task is None or self._task.done() or self._task.get_loop().is_closed():
             self._task = loop.create_task(self._serve())
             self._task.add_done_callback(_look_at)  # else asyncio reports an interrupt as an error nobody saw
         elif self._task.get_loop() is not loop:
-            self._give_place()
+            self._places.give_back()
             raise ValueError("the engine is in use by another event loop")
         sample = Sample(request, lambda sample, ending: self._ended.append((sample, ending)))
         self._futures[sample] = loop.create_future()
@@ -189,33 +188,7 @@ class Engine:
             self._gone.append(sample)
             del self._futures[sample]
             self._watches.pop(sample, None)
-            self._give_place()
-
-    async def _take_place(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Returns when a place is the caller's."""
-        if self._num_places < self._max_in_flight:
-            self._num_places += 1
-            return
-        self._batch.counts.held_back += 1
-        ticket = loop.create_future()
-        self._held_back.append(ticket)
-        try:
-            await ticket  # whoever leaves hands over its place
-        except asyncio.CancelledError:
-            if ticket.done() and not ticket.cancelled():
-                self._give_place()
-            else:
-                self._held_back.remove(ticket)
-            raise
-
-    def _give_place(self) -> None:
-        """Hands the place of a request that has ended over to the one that has waited longest."""
-        for ticket in self._held_back:
-            if not ticket.done():
-                self._held_back.remove(ticket)
-                ticket.set_result(None)
-                return
-        self._num_places -= 1
+            self._places.give_back()
 
     def stats(self) -> dict[str, float]:
         """Metrics since the last `reset_stats`: counts, seconds and shares of the work done."""
@@ -356,6 +329,7 @@ def make_engine(
         sizes, num_slots=num_slots, max_context=max_context, decode_chunk=decode_chunk, prefill_tokens=prefill_tokens,
         page_tokens=page_tokens, cache_tokens=cache_tokens,
     )  # fmt: skip
+    max_waiting = 16 * num_slots if max_waiting is None else max_waiting
     compute_dtype = jnp.dtype(compute_dtype)
     param_shardings, kv_sharding = None, None
     if mesh is not None:
@@ -365,25 +339,18 @@ def make_engine(
     chosen = choose_products(products, device, 1 if mesh is None else mesh.size, compute_dtype)
     if mesh is not None and chosen.panel is not None:  # one device: no axis of anything is split
         param_shardings = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), param_shardings)
-    implementation, page_tokens = choose(
+    implementation, page_tokens, _ = choose(
         attention, device, num_slots=num_slots, max_context=max_context, page_tokens=page_tokens,
         head_dim=sizes.head_dim, dtype=compute_dtype,
     )  # fmt: skip
     settings = BatchSettings(
-        num_slots=num_slots,
-        max_context=max_context,
-        decode_chunk=decode_chunk,
-        prefill_tokens=prefill_tokens,
-        page_tokens=page_tokens,
+        num_slots=num_slots, max_context=max_context, decode_chunk=decode_chunk, prefill_tokens=prefill_tokens,
+        page_tokens=page_tokens, embed_dim=sizes.embed_dim, compute_dtype=compute_dtype, decode_text=decode_text,
         num_pages=-(-cache_tokens // page_tokens) + num_slots,  # each slot's last page is partly empty
-        embed_dim=sizes.embed_dim,
-        compute_dtype=compute_dtype,
-        decode_text=decode_text,
-    )
+    )  # fmt: skip
     programs = make_programs(
         sizes, compute_dtype, page_tokens, decode_chunk, kv_sharding, implementation, chosen.products
     )
-    max_waiting = 16 * num_slots if max_waiting is None else max_waiting
     weight_dtype = compute_dtype if weight_dtype is None else jnp.dtype(weight_dtype)
     return Engine(sizes, programs, settings, param_shardings, weight_dtype, chosen.panel, steps_in_thread, max_waiting)
 
@@ -414,11 +381,12 @@ async def _let_others_run() -> None:
 
 
 async def _to_the_end(work: asyncio.Future[None]) -> None:
-    """Awaits what runs in a thread, and so runs on also when who awaits it is cancelled."""
+    """Awaits what runs in a thread, and so runs on also when who awaits it is cancelled; raises what it raised."""
     try:
         await asyncio.shield(work)
     except asyncio.CancelledError:
         while not work.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([work])
+        work.result()
         raise

@@ -107,6 +107,7 @@ def _kernel(
         plgpu.store(values.at[page, head, jax.lax.rem(length, page_tokens), features], value)
 
     def one_block(block: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        """The running maxima, sums and weighted values once a block more has been looked at."""
         largest, total, weighted = carry
         token = begin + block * block_tokens + jnp.arange(block_tokens)
         is_cached = token < length

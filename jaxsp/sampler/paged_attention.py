@@ -12,7 +12,7 @@ kernel for CPUs.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -104,9 +104,18 @@ IMPLEMENTATIONS = {
         Implementation("xla", None, 16, False, lambda shape: None, None),
     )
 }
-"""In the order of preference. A page is what prompts share, so a small one shares more; a copy from memory wants a few
-kilobytes that stand together: 16 tokens of a head of 128 in bfloat16 are 4 KiB, enough for a GPU's loads, and 64 are
-16 KiB, one copy of a TPU's."""
+"""One for each platform, and one for all. A page is what prompts share, so a small one shares more; a copy from memory
+wants a few kilobytes that stand together: 16 tokens of a head of 128 in bfloat16 are 4 KiB, enough for a GPU's loads,
+and 64 are 16 KiB, one copy of a TPU's."""
+
+
+class Chosen(NamedTuple):
+    """How a sampler reads its cache."""
+
+    implementation: Implementation
+    page_tokens: int
+    why_not: str | None = None
+    """Why it is not the kernel of the platform where `auto` would have it so, beginning with the kernel's name."""
 
 
 def choose(
@@ -118,26 +127,29 @@ def choose(
     page_tokens: int | None,
     head_dim: int,
     dtype: Any,
-) -> tuple[Implementation, int]:
-    """What `sampler.attention` = `wanted` means on such a device, and the tokens of a page.
+) -> Chosen:
+    """What `sampler.attention` = `wanted` means on such a device.
 
-    `auto` is the first of the table that can run. A `page_tokens` of None is what the implementation likes.
-    Raises `UsageError` naming what keeps the named implementation from running.
+    `auto` is the kernel of the platform where it can run, else `xla`. A `page_tokens` of None is what the
+    implementation likes. Raises `UsageError` naming what keeps the named implementation from running.
     """
 
-    def with_page(implementation: Implementation) -> tuple[Implementation, int]:
-        return implementation, implementation.page_tokens if page_tokens is None else page_tokens
+    def with_page(implementation: Implementation, why_not: str | None = None) -> Chosen:
+        return Chosen(implementation, implementation.page_tokens if page_tokens is None else page_tokens, why_not)
 
     def complaint(implementation: Implementation) -> str | None:
         if implementation.platform not in (None, device.platform):
             return f"runs on {implementation.platform}, and the devices here are {device.platform}"
-        _, own_page = with_page(implementation)
+        own_page = with_page(implementation).page_tokens
         return implementation.complaint(
             CacheShape(num_slots, max_context, own_page, head_dim, dtype, device.device_kind)
         )
 
     if wanted == "auto":
-        return with_page(next(each for each in IMPLEMENTATIONS.values() if complaint(each) is None))
+        everywhere = IMPLEMENTATIONS["xla"]
+        own = next((each for each in IMPLEMENTATIONS.values() if each.platform == device.platform), everywhere)
+        why_not = complaint(own)
+        return with_page(own) if why_not is None else with_page(everywhere, f"{own.name} {why_not}")
     if isinstance(wanted, str):
         if wanted not in IMPLEMENTATIONS:
             raise UsageError(f"sampler.attention = {wanted} is none of auto, {', '.join(IMPLEMENTATIONS)}")

@@ -70,7 +70,7 @@ def make_slots(num_rows: int, rows: Iterable[tuple[GenerateRequest, Sequence[int
         slots.top_k[row] = min(request.top_k, np.iinfo(np.int32).max)
         slots.top_p[row] = request.top_p
         slots.min_p[row] = request.min_p
-        stop_ids = request.stop_ids[:STOP_IDS_PER_SLOT]
+        stop_ids = list(dict.fromkeys(request.stop_ids))[:STOP_IDS_PER_SLOT]
         slots.stop_ids[row, : len(stop_ids)] = stop_ids
     return slots
 
@@ -94,6 +94,9 @@ def check_request(request: GenerateRequest, *, max_context: int, max_positions: 
         raise UserError(f"top_p = {request.top_p} is not between {SMALLEST} and 1 (1 switches it off)")
     if request.min_p != 0 and not SMALLEST <= request.min_p < 1:
         raise UserError(f"min_p = {request.min_p} is neither 0 (off) nor between {SMALLEST} and 1")
+    no_ids = [token for token in request.stop_ids if not 0 <= token <= np.iinfo(np.int32).max]
+    if no_ids:
+        raise UserError(f"stop_ids: {no_ids[0]} is no token's id")
     if any(not stop for stop in request.stop_strings):
         raise UserError("stop_strings: an empty string would end every sample at once")
     _check_edits(request, vocab_size)
@@ -233,28 +236,31 @@ def find_ending(
     string counts from the token that completes it in the decoded text, wherever it began; the text is cut before it.
     Before `min_tokens` none of them does.
     """
-    stop = next((i + 1 for i in range(num_checked, len(tokens)) if tokens[i] in request.stop_ids), None)
     if request.choices:  # no sample is longer than its choice: the device stops there
         trie = make_trie(request.choices)
         stop = len(tokens) if trie.is_leaf(trie.walk(tokens)) else None
+    else:
+        stop = next((i + 1 for i in range(num_checked, len(tokens)) if tokens[i] in request.stop_ids), None)
     end = min(stop or len(tokens), request.max_tokens)
     stop_strings = request.stop_strings if stop_strings is None else stop_strings
     if stop_strings:
-        ignored = len(decode_text(tokens[: request.min_tokens - 1])) if request.min_tokens > 1 else 0
+        before = decode_text(tokens[: request.min_tokens - 1]) if request.min_tokens > 1 else ""
         whole = decode_text(tokens[:end])
-        if _places_of(stop_strings, whole, ignored):
+        if _places_of(stop_strings, whole, before):
             for num_tokens in range(max(num_checked + 1, request.min_tokens), end + 1):
                 text = whole if num_tokens == end else decode_text(tokens[:num_tokens])
-                if found := _places_of(stop_strings, text, ignored):
+                if found := _places_of(stop_strings, text, before):
                     return Ending(num_tokens, text[: min(found)], "stop")
     if end == stop:
         return Ending(end, decode_text(tokens[:end]), "stop")
     return Ending(end, decode_text(tokens[:end]), "length") if end == request.max_tokens else None
 
 
-def _places_of(strings: Sequence[str], text: str, ignored: int) -> list[int]:
-    """Where each of `strings` begins that is in the text, but not within its first `ignored` characters."""
-    return [at for string in strings if (at := text.find(string, max(ignored - len(string) + 1, 0))) >= 0]
+def _places_of(strings: Sequence[str], text: str, before: str) -> list[int]:
+    """Where each of `strings` begins that is in the text, but not within `before`, which its first tokens read."""
+    while not text.startswith(before):  # its last character was there in part
+        before = before[:-1]
+    return [at for string in strings if (at := text.find(string, max(len(before) - len(string) + 1, 0))) >= 0]
 
 
 @dataclass

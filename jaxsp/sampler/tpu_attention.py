@@ -158,6 +158,7 @@ def _kernel(
             copy.start()
 
     def one_block(block: Array, carry: Any) -> Any:
+        """The running maxima, sums and weighted values once a block more has been looked at."""
         slot = jax.lax.rem(first_slot + block, 2)
         is_last = block + 1 == num_blocks
         next_row = jnp.where(is_last, row + 1, row)

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jaxtyping import Array, Float
 
 from jaxsp.config import UsageError
 from jaxsp.mesh import num_parts, shardable
@@ -93,8 +93,8 @@ def sampler_shardings(sizes: DecoderSizes, mesh: Mesh | AbstractMesh) -> tuple[P
     return unstacked, kv_sharding
 
 
-def in_panels(kernel: Array, num_in: int, panel: int) -> Array:
-    """`[num_panels, in, panel]` of a kernel whose first `num_in` axes are contracted: its columns, zeros after them."""
+def in_panels(kernel: Float[Array, "*shape"], num_in: int, panel: int) -> Float[Array, "G D P"]:
+    """A kernel whose first `num_in` axes are contracted, as G panels of P of its columns, zeros after the last."""
     matrix = kernel.reshape(math.prod(kernel.shape[:num_in]), -1)
     matrix = jnp.pad(matrix, ((0, 0), (0, -matrix.shape[1] % panel)))
     return matrix.reshape(matrix.shape[0], -1, panel).swapaxes(0, 1)

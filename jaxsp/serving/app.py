@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -62,23 +62,11 @@ def make_app(service: Service, api_key: str | None = None) -> Starlette:
 
         async def answer(request: Request) -> Any:
             try:
-                return await reply(request)
+                body = await _read_body(request)
+                check_key(request)
+                return await _answer(service, parse_request(_parse_json(request, body), kind), request)
             except asyncio.CancelledError as stopped:
                 raise RequestError(_STOPPED, status=503) from stopped
-
-        async def reply(request: Request) -> Any:
-            body = await _read_body(request)
-            check_key(request)
-            asked = parse_request(_parse_json(request, body), kind)
-            requests = service.requests(asked)
-            service.check_places(requests)
-            if asked.is_streamed:
-                return _EventStream(service, asked, requests)
-            with service.places_for(requests):
-                deltas = await _while_connected(request.receive, service.all_of(requests))
-            if deltas is None:
-                return Response(status_code=499)  # to nobody
-            return _json(_reply(asked, service.choices(asked, requests), requests, deltas))
 
         return answer
 
@@ -90,8 +78,22 @@ def make_app(service: Service, api_key: str | None = None) -> Starlette:
             Route("/v1/completions", endpoint("completions"), methods=["POST"]),
             Route("/v1/chat/completions", endpoint("chat"), methods=["POST"]),
         ],
-        exception_handlers={RequestError: _refusal, HTTPException: _http_error, Exception: _internal_error},
-    )
+        exception_handlers={
+            RequestError: _refusal, HTTPException: _http_error, ClientDisconnect: _nobody, Exception: _internal_error,
+        },
+    )  # fmt: skip
+
+
+async def _answer(service: Service, asked: Asked, request: Request) -> Any:
+    requests = service.requests(asked)
+    service.check_places(requests)
+    if asked.is_streamed:
+        return _EventStream(service, asked, requests)
+    with service.places_for(requests):
+        deltas = await _while_connected(request.receive, service.all_of(requests))
+    if deltas is None:
+        raise ClientDisconnect
+    return _json(_reply(asked, service.choices(asked, requests), requests, deltas))
 
 
 def _json(payload: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -111,6 +113,11 @@ async def _http_error(request: Request, refused: Exception) -> Response:
     assert isinstance(refused, HTTPException)
     message = f"{request.method} {request.url.path}: {refused.detail}"
     return _json(error(message), refused.status_code, dict(refused.headers or {}))
+
+
+async def _nobody(request: Request, left: Exception) -> Response:
+    """For the log of a server before this one: who asked is not there any more."""
+    return Response(status_code=499)
 
 
 async def _internal_error(request: Request, failed: Exception) -> Response:

@@ -5,6 +5,7 @@ import contextlib
 import secrets
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from jaxsp.config import SamplerConfig, UserError
 from jaxsp.inference import FoundModel, Input, TextReader, load_engine, sample_seed, stops
@@ -122,8 +123,12 @@ class Service:
             self.num_in_flight -= len(requests)
 
     async def all_of(self, requests: Sequence[GenerateRequest]) -> list[Delta]:
-        """Each sample as one delta."""
-        completions = await asyncio.gather(*map(self.engine.generate, requests))
+        """Each sample as one delta. Where one fails, none goes on."""
+        tasks = [asyncio.create_task(self.engine.generate(request)) for request in requests]
+        try:
+            completions = await asyncio.gather(*tasks)
+        finally:
+            await _end(tasks)
         return [Delta(each.tokens, each.behaviour_logprobs, each.text, completion=each) for each in completions]
 
     async def each_of(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[tuple[int, Delta]]:
@@ -148,9 +153,13 @@ class Service:
                 yield item
                 num_left -= item[1].completion is not None
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _end(tasks)
+
+
+async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def open_service(model: FoundModel, name: str, *, num_slots: int, max_context: int) -> Service:

@@ -74,7 +74,7 @@ class Compiled:
         mesh = make_mesh(1, 1, 1, 1, len(devices), devices)
         sizes = sampler_sizes(MODELS[model], mesh)
         shardings, kv_sharding = sampler_shardings(sizes, mesh)
-        implementation, page_tokens = choose(
+        implementation, page_tokens, _ = choose(
             "auto", devices[0], num_slots=SLOTS, max_context=CONTEXT, page_tokens=None, head_dim=sizes.head_dim,
             dtype=DTYPE,
         )  # fmt: skip

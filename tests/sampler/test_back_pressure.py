@@ -59,7 +59,7 @@ def test_cancelling_those_held_back_or_let_in_loses_no_place():
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(run())
-    assert engine._num_places == 0 and not engine._held_back
+    assert engine._places.num_taken == engine._places.num_waiting == 0
     assert len(generate_all(engine, REQUESTS)) == 24
 
 
@@ -81,7 +81,7 @@ def test_an_error_reaches_those_in_the_batch_and_the_held_back_go_on():
 
     results = asyncio.run(run())
     assert [isinstance(result, RuntimeError) for result in results] == [True] * 5 + [False] * 19
-    assert engine._num_places == 0
+    assert engine._places.num_taken == 0
 
 
 def test_weights_cannot_change_while_requests_are_held_back():

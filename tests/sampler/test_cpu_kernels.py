@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from jaxsp.sampler import cpu_kernels
 from jaxsp.sampler.cpu_kernels import Kernels, load_kernels
 
 PROGRAM = "from jaxsp.sampler.cpu_kernels import load_kernels; print(load_kernels())"
@@ -123,3 +125,22 @@ def test_a_compiler_may_warn_in_any_encoding_and_gets_none_of_our_input(tmp_path
 def test_a_compiler_that_fails_is_named_with_its_error(tmp_path: Path, body: str, reason: str) -> None:
     compiler = script(tmp_path / "cc", body)
     assert answer(start(XDG_CACHE_HOME=str(tmp_path), CC=compiler)) == f"was not compiled by {compiler}: {reason}"
+
+
+def test_a_compiler_that_hangs_is_ended_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = script(tmp_path / "cc", f"sleep 600 & echo $! > {tmp_path}/child; wait")
+    monkeypatch.setenv("CC", compiler)
+    monkeypatch.setattr(cpu_kernels, "_LIMIT_S", 0.5)
+    begun_s = time.monotonic()
+    assert load_kernels.__wrapped__() == f"was not compiled by {compiler}: it was not done after 0.5 seconds"
+    child = int((tmp_path / "child").read_text())
+    while time.monotonic() - begun_s < 60 and is_running(child):
+        time.sleep(0.01)
+    assert not is_running(child)
+
+
+def is_running(process: int) -> bool:
+    done = subprocess.run(["ps", "-o", "stat=", "-p", str(process)], capture_output=True, text=True)
+    return done.stdout.strip()[:1] not in ("", "Z")  # nobody may have taken note of its end yet

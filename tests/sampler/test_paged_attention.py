@@ -187,9 +187,10 @@ FITTING = {"num_slots": 64, "max_context": 40_960, "page_tokens": None, "head_di
     ],
 )
 def test_auto_is_the_kernel_of_the_platform_where_it_can_run(platform, changes, name, page_tokens):
-    implementation, found = choose("auto", device(platform), **{**FITTING, **changes})
-    assert (implementation.name, found) == (name, page_tokens)
-    assert choose("xla", device(platform), **FITTING)[0].name == "xla"
+    chosen = choose("auto", device(platform), **{**FITTING, **changes})
+    assert (chosen.implementation.name, chosen.page_tokens) == (name, page_tokens)
+    assert (chosen.why_not is None) == (name == platform)
+    assert choose("xla", device(platform), **FITTING)[::2] == (IMPLEMENTATIONS["xla"], None)
 
 
 def device(platform: str) -> SimpleNamespace:
@@ -198,7 +199,8 @@ def device(platform: str) -> SimpleNamespace:
 
 def test_a_gpu_that_pallas_does_not_know_decodes_by_xla():
     other = SimpleNamespace(platform="gpu", device_kind="NVIDIA GeForce GTX 1080")
-    assert choose("auto", other, **FITTING)[0].name == "xla"
+    why_not = "gpu is compiled by Pallas, which does not know the GPU 'NVIDIA GeForce GTX 1080'"
+    assert choose("auto", other, **FITTING) == (IMPLEMENTATIONS["xla"], 16, why_not)
     with pytest.raises(UsageError, match="does not know the GPU 'NVIDIA GeForce GTX 1080'; or set it to auto"):
         choose("gpu", other, **FITTING)
 

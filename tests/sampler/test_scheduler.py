@@ -6,6 +6,7 @@ from tiny_sampler import text_of
 from jaxsp.config import UserError
 from jaxsp.sampler.scheduler import (
     STOP_IDS_PER_SLOT,
+    Ending,
     bucket,
     check_request,
     context_buckets,
@@ -16,6 +17,7 @@ from jaxsp.sampler.scheduler import (
     row_buckets,
 )
 from jaxsp.trajectory import GenerateRequest
+from tests.tiny import decode_bytes
 
 
 def test_buckets_ascend_and_end_at_the_limit():
@@ -91,6 +93,15 @@ def test_stop_strings_that_stand_before_min_tokens_do_not_count():
     assert ending([7, 7], **options) == (2, "00700", "stop")
 
 
+def test_a_stop_string_counts_from_min_tokens_on_where_its_first_bytes_came_before():
+    given = request(stop_strings=("é",), min_tokens=2)
+    assert find_ending(given, [*"aé".encode()], 0, decode_bytes) == Ending(3, "a", "stop")
+    assert find_ending(given, [*"é".encode()], 0, decode_bytes) == Ending(2, "", "stop")
+    assert find_ending(given, [*"éa".encode()], 0, decode_bytes) == Ending(2, "", "stop")
+    broken = request(stop_strings=("\N{REPLACEMENT CHARACTER}",), min_tokens=3)
+    assert find_ending(broken, [*b"a\xffb"], 0, decode_bytes) is None
+
+
 def test_a_choice_ends_where_nothing_can_follow():
     choices = ((3, 4), (5,))
     assert ending([3], choices=choices) is None
@@ -122,6 +133,8 @@ def test_of_stop_string_and_stop_id_the_first_to_complete_wins():
         ({"top_p": 1.5}, "top_p"),
         ({"min_p": -0.1}, "min_p"),
         ({"min_p": 1.0}, "min_p"),
+        ({"stop_ids": (3, -1)}, "stop_ids: -1 is no token's id"),
+        ({"stop_ids": (2**31,)}, "stop_ids: 2147483648 is no token's id"),
         ({"stop_strings": ("",)}, "stop_strings"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
         ({"logit_bias": ((160, 1.0),)}, "logit_bias: id 160"),
@@ -154,3 +167,10 @@ def test_slots_hold_64_bit_seeds_and_count_from_the_last_token():
     assert slots.num_left.tolist() == [7, 6, 0, 0]
     assert slots.is_active.tolist() == [True, True, False, False]
     assert slots.top_k[1] == 2**31 - 1
+
+
+def test_a_stop_id_that_is_given_several_times_takes_one_place():
+    given = request(min_tokens=2, stop_ids=(5,) * STOP_IDS_PER_SLOT + (6, 5, 7))
+    check(given)
+    slots = make_slots(1, [(given, [])])
+    assert [token for token in slots.stop_ids[0] if token >= 0] == [5, 6, 7]

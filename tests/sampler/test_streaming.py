@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -231,6 +232,26 @@ def test_an_event_loop_that_ends_waits_for_the_step_in_the_thread() -> None:
         [dataclasses.replace(each, policy_version=3) for each in generate_all(engine, [request])],
         generate_all(tiny_engine(), [request]),
     )
+
+
+def test_a_step_that_fails_while_the_event_loop_ends_leaves_nothing_behind() -> None:
+    begun = threading.Event()
+
+    def decode_text(tokens: Sequence[int]) -> str:
+        begun.set()
+        time.sleep(0.1)
+        raise RuntimeError("no text")
+
+    engine = tiny_engine(decode_text=decode_text, steps_in_thread=True)
+
+    async def run() -> None:
+        task = asyncio.create_task(engine.generate(GenerateRequest(prompt(0, 20), 0, 1)))
+        while not begun.is_set():
+            await asyncio.sleep(0)
+        assert not task.done()
+
+    asyncio.run(run())
+    engine.load(tiny_params(), 4)  # it refuses while a page is in use
 
 
 def test_bytes_that_are_no_character_spoil_none_beside_them(tmp_path: Path) -> None:
