@@ -99,6 +99,14 @@ class LearnerConfig:
     """Gradients of a larger norm are scaled down to it."""
     advantage: Literal["group_mean", "group_std"] = "group_mean"
     """Reward minus its group's mean (DrGRPO), or that divided by the group's standard deviation (GRPO)."""
+    objective: Literal["clip", "gspo", "cispo"] = "clip"
+    """`clip`: the clipped ratio of each token (PPO, GRPO; DAPO's with two different bounds). `gspo`: one clipped ratio
+    for a trajectory; its bounds are thousandths. `cispo`: log-probabilities under a clipped weight, no token left out.
+    `jaxsp/learner/objectives.py` has the formulas."""
+    aggregation: Literal["auto", "constant", "sequence_mean", "token_mean"] = "auto"
+    """What the sum over a trajectory's tokens is divided by: `constant` is `length_normaliser` (DrGRPO),
+    `sequence_mean` its own number of tokens (GRPO), and `token_mean` is the mean over all tokens of an update (DAPO).
+    `auto` is the objective's own: `constant` for clip, `sequence_mean` for gspo, `token_mean` for cispo."""
     clip_low: float = 0.2
     """The ratio of new to old probability is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: float = 0.2
@@ -111,7 +119,7 @@ class LearnerConfig:
     """0: one update on all of a step's trajectories. Else as many updates as it takes, all against log-probabilities
     computed before the first."""
     length_normaliser: int | None = None
-    """Tokens by which a trajectory's sum is divided (DrGRPO); None: the role's own `max_tokens`."""
+    """Tokens by which a trajectory's sum is divided under `constant`; None: the role's own `max_tokens`."""
     row_tokens: int = 4096
     """Tokens of one packed row."""
     rows_per_microbatch: int = 1

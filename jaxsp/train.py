@@ -22,6 +22,8 @@ from jaxsp.checkpoint import RunLock
 from jaxsp.config import RunConfig, UsageError
 from jaxsp.evaluate import evaluate_challenger, evaluate_reasoner
 from jaxsp.learner.learn import Packing, PolicyGradient, imitate, reinforce
+from jaxsp.learner.objectives import OBJECTIVES
+from jaxsp.learner.policy_loss import PolicyLoss
 from jaxsp.learner.state import TrainState, make_optimizer
 from jaxsp.learner.update import make_logprobs_fn, make_update, make_warm_start_update
 from jaxsp.mesh import initialize_distributed, num_parts, partition_spec
@@ -178,15 +180,14 @@ def _make_learn(run: Run, phase: Phase, optimizer: optax.GradientTransformation,
     sizes = run.parts.text.source.sizes
     if phase.objective == "imitate":
         return functools.partial(imitate, make_warm_start_update(sizes, optimizer, **common), packing)
-    update = make_update(
-        sizes,
-        optimizer,
+    policy_loss = PolicyLoss(
+        objective=learner.objective,
         clip_low=learner.clip_low,
         clip_high=learner.clip_high,
         importance_cap=learner.importance_cap,
         kl_coef=learner.kl_coef,
-        **common,
     )
+    update = make_update(sizes, optimizer, policy_loss, **common)
     parts = PolicyGradient(
         update,
         make_logprobs_fn(sizes, **common),
@@ -195,6 +196,7 @@ def _make_learn(run: Run, phase: Phase, optimizer: optax.GradientTransformation,
         learner.trajectories_per_update,
         run.config.seed,
         reference,
+        OBJECTIVES[learner.objective].aggregation if learner.aggregation == "auto" else learner.aggregation,
     )
     return lambda state, groups: reinforce(parts, state, groups, phase.normaliser)
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxsp.learner.advantages import group_advantages
+from jaxsp.learner.aggregation import AGGREGATIONS
 from jaxsp.learner.batch import Batch, BatchStats, make_batch, training_items
 from jaxsp.learner.state import TrainState
 from jaxsp.model.decoder import Params
@@ -30,6 +31,7 @@ class PolicyGradient:
 
     Attributes:
         advantage: a name of `jaxsp.learner.advantages.ADVANTAGES`.
+        aggregation: a name of `jaxsp.learner.aggregation.AGGREGATIONS`.
         trajectories_per_update: 0 for one update on everything.
         seed: the run's; with the number of updates so far it decides which update a trajectory is in.
         reference: parameters of the reference policy; None where there is no KL term.
@@ -42,6 +44,7 @@ class PolicyGradient:
     trajectories_per_update: int
     seed: int
     reference: Params | None = None
+    aggregation: str = "constant"
 
 
 def reinforce(
@@ -49,42 +52,52 @@ def reinforce(
 ) -> tuple[TrainState, dict[str, float]]:
     """The state after a step's updates on `groups`, and the metrics of the updates together.
 
-    Each trajectory's sum over tokens is divided by its group's constant length: the update divides by the longest of
-    these, and a shorter one is a weight. All log-probabilities under the old policy are computed before the first
-    update. Where every advantage is 0 there is nothing to learn, and the state is returned as it came.
+    `normaliser` gives the constant length of a group, for the aggregations that divide by one. All log-probabilities
+    under the old policy are computed before the first update. Where every advantage is 0 there is nothing to learn, and
+    the state is returned as it came.
     """
     items, trajectory_ids = training_items(groups, group_advantages(groups, parts.advantage))
-    longest = max(map(normaliser, groups), default=1)
-    weights = [
-        longest / normaliser(group)
-        for group in groups
-        for trajectory in group.trajectories
-        for _ in trajectory.segments
-    ]
+    weights, lengths = trajectory_weights(groups, normaliser, parts.aggregation)
     made: list[tuple[Batch, BatchStats]] = []
+    means: list[float] = []
     update_of = deal_out(groups, parts.trajectories_per_update, f"{parts.seed}/{int(state['step'])}")
     for update in range(max(update_of, default=-1) + 1):
         chosen = [i for i, trajectory in enumerate(trajectory_ids) if update_of[trajectory] == update]
+        counted = sorted({trajectory_ids[i] for i in chosen if not np.isnan(items[i][1])})
+        means.append(float(lengths[counted].mean()) if counted else 1.0)
         made.append(
             make_batch(
                 [items[i] for i in chosen],
                 trajectory_ids=[trajectory_ids[i] for i in chosen],
-                weights=[weights[i] for i in chosen],
+                weights=[float(weights[trajectory_ids[i]]) for i in chosen],
                 row_tokens=parts.packing.row_tokens,
                 rows_per_microbatch=parts.packing.rows_per_microbatch,
                 row_multiple=parts.packing.row_multiple,
                 keep_zero=parts.reference is not None,
             )
         )
-    batches = [(batch, stats) for batch, stats in made if stats.num_rows]
+    batches = [(batch, stats, length) for (batch, stats), length in zip(made, means, strict=True) if stats.num_rows]
     # With a single update the policy before it is the current one, and the update needs no forward pass for it.
-    old = [parts.logprobs(state["params"], batch) if len(batches) > 1 else None for batch, _ in batches]
-    reference = [None if parts.reference is None else parts.logprobs(parts.reference, batch) for batch, _ in batches]
+    old = [parts.logprobs(state["params"], batch) if len(batches) > 1 else None for batch, *_ in batches]
+    reference = [None if parts.reference is None else parts.logprobs(parts.reference, batch) for batch, *_ in batches]
     rows = []
-    for (batch, stats), old_logprobs, reference_logprobs in zip(batches, old, reference, strict=True):
-        state, metrics = parts.update(state, batch, old_logprobs, reference_logprobs, stats.num_trajectories, longest)
+    for (batch, stats, length), old_logprobs, reference_logprobs in zip(batches, old, reference, strict=True):
+        state, metrics = parts.update(state, batch, old_logprobs, reference_logprobs, stats.num_trajectories, length)
         rows.append({name: float(value) for name, value in metrics.items()})
     return state, {**over_updates(rows), **_packing_metrics([stats for _, stats in made]), "policy/updates": len(rows)}
+
+
+def trajectory_weights(
+    groups: Sequence[Group], normaliser: Callable[[Group], int], aggregation: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Weight and length of each trajectory, float64, as `jaxsp.learner.aggregation.Aggregation` says."""
+    normalisers = [normaliser(group) for group in groups for _ in group.trajectories]
+    num_targets = [
+        sum(int(segment.loss_mask.sum()) for segment in trajectory.segments)
+        for group in groups
+        for trajectory in group.trajectories
+    ]
+    return AGGREGATIONS[aggregation](np.array(normalisers, np.float64), np.array(num_targets, np.int64))
 
 
 def imitate(

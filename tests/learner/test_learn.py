@@ -12,6 +12,7 @@ from learner_cases import SIZES, full_logprobs, segment, tiny_params
 
 from jaxsp.learner.batch import Batch
 from jaxsp.learner.learn import Packing, PolicyGradient, deal_out, imitate, over_updates, reinforce
+from jaxsp.learner.policy_loss import PolicyLoss
 from jaxsp.learner.state import init_state
 from jaxsp.learner.update import make_logprobs_fn, make_update, make_warm_start_update
 from jaxsp.trajectory import Group, Segment, Trajectory
@@ -19,6 +20,7 @@ from jaxsp.trajectory import Group, Segment, Trajectory
 DESCENT = optax.sgd(1.0)  # parameters show the gradient
 PACKING = Packing(row_tokens=32, rows_per_microbatch=1)
 KL_COEF = 0.5
+LOSS = PolicyLoss(clip_low=0.2, clip_high=0.2, importance_cap=2.0, kl_coef=KL_COEF)
 COMPUTE = {"compute_dtype": jnp.float32, "logits_chunk": 64}
 LENGTHS = {"challenger": 8, "reasoner": 2}
 
@@ -29,7 +31,7 @@ def length_of(group: Group) -> int:
 
 @pytest.fixture(scope="module")
 def update():
-    return make_update(SIZES, DESCENT, clip_low=0.2, clip_high=0.2, importance_cap=2.0, kl_coef=KL_COEF, **COMPUTE)
+    return make_update(SIZES, DESCENT, LOSS, **COMPUTE)
 
 
 @pytest.fixture(scope="module")

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -8,6 +9,8 @@ import pytest
 from learner_cases import SIZES, full_logprobs, random_items, reinforce_loss, segment, tiny_params
 
 from jaxsp.learner.batch import make_batch
+from jaxsp.learner.objectives import OBJECTIVES
+from jaxsp.learner.policy_loss import PolicyLoss
 from jaxsp.learner.state import decay_mask, init_state, make_optimizer
 from jaxsp.learner.update import make_logprobs_fn, make_update, make_warm_start_update
 from jaxsp.model.decoder import abstract_params
@@ -15,16 +18,8 @@ from jaxsp.model.decoder import abstract_params
 NORMALISER = 16.0
 DESCENT = optax.sgd(1.0)  # parameters show the gradient
 ADAM = make_optimizer(optax.join_schedules([lambda _: 0.0, lambda _: 0.1], [2]), weight_decay=0.1)
-update_maker = partial(
-    make_update,
-    SIZES,
-    clip_low=0.2,
-    clip_high=0.2,
-    importance_cap=2.0,
-    kl_coef=0.0,
-    compute_dtype=jnp.float32,
-    logits_chunk=16,
-)
+LOSS = PolicyLoss(clip_low=0.2, clip_high=0.2, importance_cap=2.0, kl_coef=0.0)
+update_maker = partial(make_update, SIZES, compute_dtype=jnp.float32, logits_chunk=16)
 
 
 def assert_trees_close(found, expected, atol):
@@ -38,12 +33,12 @@ def logprobs_fn():
 
 @pytest.fixture(scope="module")
 def descent_update():
-    return update_maker(DESCENT)
+    return update_maker(DESCENT, LOSS)
 
 
 @pytest.fixture(scope="module")
 def adam_update():
-    return update_maker(ADAM)
+    return update_maker(ADAM, LOSS)
 
 
 def gradients_of(update, items, *, row_tokens=64, rows_per_microbatch=1, old=None):
@@ -197,7 +192,7 @@ def test_the_kl_term_adds_the_gradient_of_k3_over_the_same_denominator(logprobs_
         return jnp.sum(jnp.exp(d) - 1 - d)  # 0 where not a target
 
     value, gradient = jax.jit(k3_sum)(tiny_params())
-    update = update_maker(DESCENT, kl_coef=0.5)
+    update = update_maker(DESCENT, replace(LOSS, kl_coef=0.5))
     batch, stats = make_batch(items, row_tokens=64, rows_per_microbatch=1, keep_zero=True)
     reference = logprobs_fn(anchor, batch)
     state, metrics = update(init_state(tiny_params(), DESCENT), batch, None, reference, len(items), NORMALISER)
@@ -304,7 +299,55 @@ def test_warm_start_divides_by_the_global_number_of_targets_and_learns():
 
 
 def test_bfloat16_compute_stays_near_float32(reinforce_gradient):
-    update = update_maker(DESCENT, compute_dtype=jnp.bfloat16)
+    update = update_maker(DESCENT, LOSS, compute_dtype=jnp.bfloat16)
     gradients, _ = gradients_of(update, random_items())
     own, other = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(g)]) for g in (gradients, reinforce_gradient))
     assert own @ other / np.sqrt((own @ own) * (other @ other)) > 0.99
+
+
+def later_gradient(loss, batch, params):
+    """What one SGD step of `loss` takes away from `params`, old log-probabilities being those of `tiny_params`."""
+    old = make_logprobs_fn(SIZES, compute_dtype=jnp.float32, logits_chunk=16)(tiny_params(), batch)
+    state, metrics = update_maker(DESCENT, loss)(init_state(params, DESCENT), batch, old, None, 5, NORMALISER)
+    return state["params"], metrics
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_after_a_move_every_objective_packed_is_the_plain_formula_over_separate_rows(objective):
+    # Trajectories of two segments, packed so that these stand in different micro-batches, and one row for each.
+    items = random_items()
+    ids = [number % 5 for number in range(len(items))]
+    items = [(made, items[number][1]) for (made, _), number in zip(items, ids, strict=True)]
+    loss = replace(LOSS, objective=objective, clip_low=0.02, clip_high=0.03)
+    moved = jax.tree.map(lambda x: 1.03 * x, tiny_params())
+    segments = [made for made, _ in items]
+    old = full_logprobs(SIZES, tiny_params(), segments)
+    mask = np.stack([np.pad(made.loss_mask, (0, old.shape[1] - len(made.tokens))) for made in segments])
+    behaviour = np.stack([np.pad(x.behaviour_logprobs, (0, old.shape[1] - len(x.tokens))) for x in segments])
+    advantages = jnp.asarray([[advantage] for _, advantage in items])
+    weights = jnp.minimum(jnp.exp(old - behaviour), 2.0) * mask
+
+    def plain(params):
+        logprobs = full_logprobs(SIZES, params, segments)
+        ratio = jnp.exp(logprobs - old)
+        if objective == "gspo":
+            own = jnp.asarray(ids)[:, None] == jnp.asarray(ids)
+            means = own @ jnp.sum(logprobs - old, axis=1) / (own @ mask.sum(1))
+            ratio = jnp.exp(means)[:, None] * jnp.ones(old.shape)
+            # Each target's share of the gradient of its trajectory's mean
+            ratio = jax.lax.stop_gradient(ratio) * jnp.exp(logprobs - jax.lax.stop_gradient(logprobs))
+        clipped = jnp.clip(ratio, 0.98, 1.03)
+        terms = jnp.minimum(ratio * advantages, clipped * advantages)
+        if objective == "cispo":
+            terms = jax.lax.stop_gradient(clipped) * advantages * logprobs
+        return -jnp.sum(weights * terms) / (5 * NORMALISER)
+
+    value, gradient = jax.jit(jax.value_and_grad(plain))(moved)
+    expected = jax.tree.map(lambda x, g: np.asarray(x) - np.asarray(g), moved, gradient)
+    for row_tokens, rows in ((64, 1), (20, 1), (20, 2)):
+        batch, stats = make_batch(items, row_tokens=row_tokens, rows_per_microbatch=rows, trajectory_ids=ids)
+        assert stats.num_trajectories == 5
+        params, metrics = later_gradient(loss, batch, jax.tree.map(jnp.copy, moved))
+        assert_trees_close(params, expected, 1e-6)
+        np.testing.assert_allclose(metrics["policy/loss"], value, atol=1e-6)
+        assert 0 < metrics["policy/clipped_frac"] < 1

@@ -1,0 +1,95 @@
+"""The loss of a policy-gradient update, put together from the tables, and what is logged of it.
+
+Legend: M micro-batches, R rows, T targets of a row.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxsp.learner.batch import Batch
+from jaxsp.learner.diagnostics import mismatch_metrics, policy_metrics
+from jaxsp.learner.importance import importance_weights
+from jaxsp.learner.kl import k3_kl
+from jaxsp.learner.objectives import OBJECTIVES, surrogate
+
+
+class Anchors(NamedTuple):
+    """What current log-probabilities are held against, float32 `[M, R, T]` or those of one micro-batch.
+
+    Attributes:
+        old: before the step's first update; None where the current ones are these.
+        reference: the reference policy's; None where there is no KL term.
+        sequence_log_ratio: of each target's trajectory, for objectives of sequences; None where it is 0.
+    """
+
+    old: jax.Array | None
+    reference: jax.Array | None
+    sequence_log_ratio: jax.Array | None
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """`loss(logprobs, batch, (anchors, denominator))`: a sum over targets, divided.
+
+    Attributes:
+        objective: a name of `jaxsp.learner.objectives.OBJECTIVES`.
+        clip_low, clip_high: the ratio's bounds are `1 - clip_low` and `1 + clip_high`.
+        importance_cap: upper bound of the weights that correct sampler against learner.
+        kl_coef: of the k3 estimate of KL(policy || reference); 0: there is no such term.
+    """
+
+    clip_low: float
+    clip_high: float
+    importance_cap: float
+    kl_coef: float
+    objective: str = "clip"
+
+    @property
+    def is_of_sequences(self) -> bool:
+        """Whether `Anchors.sequence_log_ratio` is needed once the policy has moved."""
+        return OBJECTIVES[self.objective].is_of_sequences
+
+    def __call__(self, logprobs: jax.Array, batch: Batch, extras: tuple[Anchors, Any]) -> jax.Array:
+        anchors, denominator = extras
+        old = jax.lax.stop_gradient(logprobs) if anchors.old is None else anchors.old
+        total = surrogate(
+            self.objective,
+            logprobs,
+            old,
+            batch.advantages * batch.weights,  # the surrogate is linear in the size of the advantage
+            importance_weights(old, batch.behaviour_logprobs, batch.target_mask, self.importance_cap),
+            batch.target_mask,
+            anchors.sequence_log_ratio,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+        )
+        if anchors.reference is not None:
+            total += self.kl_coef * k3_kl(logprobs, anchors.reference, batch.target_mask, batch.weights)
+        return total / denominator
+
+    def metrics(self, logprobs: jax.Array, entropy: jax.Array, batch: Batch, anchors: Anchors) -> dict[str, jax.Array]:
+        """What is logged of the targets of a whole update, whose `anchors.old` is given."""
+        assert anchors.old is not None
+        mask = batch.target_mask
+        num_tokens = jnp.sum(mask).astype(jnp.float32)
+        metrics = {
+            "policy/num_tokens": num_tokens,
+            **policy_metrics(
+                self.objective,
+                logprobs,
+                entropy,
+                anchors.old,
+                batch.advantages,
+                mask,
+                anchors.sequence_log_ratio,
+                clip_low=self.clip_low,
+                clip_high=self.clip_high,
+            ),
+            **mismatch_metrics(anchors.old, batch.behaviour_logprobs, mask, importance_cap=self.importance_cap),
+        }
+        if anchors.reference is not None:
+            metrics["policy/kl"] = k3_kl(logprobs, anchors.reference, mask) / jnp.maximum(num_tokens, 1.0)
+        return metrics
