@@ -97,8 +97,11 @@ class LearnerConfig:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     """Gradients of a larger norm are scaled down to it."""
-    advantage: Literal["group_mean", "group_std"] = "group_mean"
-    """Reward minus its group's mean (DrGRPO), or that divided by the group's standard deviation (GRPO)."""
+    advantage: Literal["group_mean", "group_std", "reinforce_pp", "role_ema"] = "group_mean"
+    """Reward minus its group's mean (DrGRPO); that divided by the group's standard deviation (GRPO); the same over all
+    of a step's trajectories of a role and kind of task (REINFORCE++); reward minus the role's moving mean (SPIRAL)."""
+    ema_decay: float = 0.95
+    """What `role_ema` keeps of a role's moving mean at each step; it begins at 0."""
     objective: Literal["clip", "gspo", "cispo"] = "clip"
     """`clip`: the clipped ratio of each token (PPO, GRPO; DAPO's with two different bounds). `gspo`: one clipped ratio
     for a trajectory; its bounds are thousandths. `cispo`: log-probabilities under a clipped weight, no token left out.
@@ -283,6 +286,7 @@ _BOUNDS = {
     "learner.beta2": _SHARE,
     "learner.weight_decay": _RATE,
     "learner.max_grad_norm": _CAP,
+    "learner.ema_decay": _SHARE,
     "learner.clip_low": _RATE,
     "learner.clip_high": _NATURAL,
     "learner.importance_cap": _CAP,

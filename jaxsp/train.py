@@ -197,6 +197,8 @@ def _make_learn(run: Run, phase: Phase, optimizer: optax.GradientTransformation,
         run.config.seed,
         reference,
         OBJECTIVES[learner.objective].aggregation if learner.aggregation == "auto" else learner.aggregation,
+        learner.ema_decay,
+        run.baselines,
     )
     return lambda state, groups: reinforce(parts, state, groups, phase.normaliser)
 

@@ -2,13 +2,13 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from jaxsp.learner.advantages import group_advantages
+from jaxsp.learner.advantages import ADVANTAGES, group_advantages, moved_baselines
 from jaxsp.learner.aggregation import AGGREGATIONS
 from jaxsp.learner.batch import Batch, BatchStats, make_batch, training_items
 from jaxsp.learner.state import TrainState
@@ -35,6 +35,8 @@ class PolicyGradient:
         trajectories_per_update: 0 for one update on everything.
         seed: the run's; with the number of updates so far it decides which update a trajectory is in.
         reference: parameters of the reference policy; None where there is no KL term.
+        ema_decay: of the roles' moving baselines, where the advantage has them.
+        baselines: these, by `role_key`: every step moves them, and a checkpoint holds them.
     """
 
     update: Callable[..., tuple[TrainState, dict[str, Any]]]
@@ -45,6 +47,8 @@ class PolicyGradient:
     seed: int
     reference: Params | None = None
     aggregation: str = "constant"
+    ema_decay: float = 0.95
+    baselines: dict[str, float] = field(default_factory=dict)
 
 
 def reinforce(
@@ -56,7 +60,9 @@ def reinforce(
     under the old policy are computed before the first update. Where every advantage is 0 there is nothing to learn, and
     the state is returned as it came.
     """
-    items, trajectory_ids = training_items(groups, group_advantages(groups, parts.advantage))
+    items, trajectory_ids = training_items(groups, group_advantages(groups, parts.advantage, parts.baselines))
+    if ADVANTAGES[parts.advantage].has_baseline:
+        parts.baselines.update(moved_baselines(groups, parts.baselines, parts.ema_decay))
     weights, lengths = trajectory_weights(groups, normaliser, parts.aggregation)
     made: list[tuple[Batch, BatchStats]] = []
     means: list[float] = []
@@ -84,7 +90,9 @@ def reinforce(
     for (batch, stats, length), old_logprobs, reference_logprobs in zip(batches, old, reference, strict=True):
         state, metrics = parts.update(state, batch, old_logprobs, reference_logprobs, stats.num_trajectories, length)
         rows.append({name: float(value) for name, value in metrics.items()})
-    return state, {**over_updates(rows), **_packing_metrics([stats for _, stats in made]), "policy/updates": len(rows)}
+    baselines = {f"learner/baseline_{key}": baseline for key, baseline in parts.baselines.items()}
+    packed = _packing_metrics([stats for _, stats in made])
+    return state, {**over_updates(rows), **packed, **baselines, "policy/updates": len(rows)}
 
 
 def trajectory_weights(

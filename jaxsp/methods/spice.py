@@ -31,7 +31,8 @@ Departures that are off by default:
   pays both alike, which lets a small challenger drift to questions without a right answer.
 - `spice.challenger_reward`, `spice.trains_challenger`, `spice.trains_reasoner`: other rewards and a fixed role, which
   are ablations of the paper but for `learnability_4p1mp` and a fixed reasoner.
-- `learner.advantage` = group_std, `learner.kl_coef`: GRPO's advantages, a pull towards the policy at the phase's start.
+- `learner.advantage`, `learner.objective`, `learner.aggregation`, `learner.kl_coef`: other advantages and losses, a
+  pull towards the policy at the phase's start.
 """
 
 import functools
@@ -44,6 +45,7 @@ import optax
 
 from jaxsp.config import RunConfig, SpiceConfig, UsageError
 from jaxsp.envs.documents import Corpus
+from jaxsp.learner.advantages import ADVANTAGES
 from jaxsp.methods.phase import Method, Phase, StepPlace
 from jaxsp.rollout.collect import Played, SpiceRules, play_spice
 from jaxsp.rollout.conversations import draw_conversations, imitation_segment, read_conversations
@@ -105,7 +107,10 @@ def make_method(config: RunConfig, setting: Setting, corpus: Corpus, supervised)
             on_progress=place.on_progress,
         )
         groups = tuple(group for group in played.groups if group.role in trained_roles)
-        alarms = {kind: text for kind, text in alarms_of(groups, played.metrics).items() if kind not in told}
+        is_grouped = ADVANTAGES[config.learner.advantage].pool == "group"
+        alarms = {
+            kind: text for kind, text in alarms_of(groups, played.metrics, is_grouped).items() if kind not in told
+        }
         told.update(alarms)
         return replace(played, groups=groups, alarms=tuple(alarms.values()))
 
@@ -135,8 +140,11 @@ def _check_held_out(config: RunConfig) -> None:
         )
 
 
-def alarms_of(groups: Sequence[Group], metrics: dict[str, float]) -> dict[str, str]:
-    """What is wrong with a step that no single number of it shows to be an error: a text for each kind."""
+def alarms_of(groups: Sequence[Group], metrics: dict[str, float], is_grouped: bool = True) -> dict[str, str]:
+    """What is wrong with a step that no single number of it shows to be an error: a text for each kind.
+
+    `is_grouped` says that rewards are compared within their group alone.
+    """
     alarms = {
         role: f"{metrics[name]:.0%} of the {role}'s replies were cut off: raise spice.{role}_max_tokens ({name})"
         for role in ("challenger", "reasoner")
@@ -151,7 +159,7 @@ def alarms_of(groups: Sequence[Group], metrics: dict[str, float]) -> dict[str, s
             f"no attempt of the challenger was valid ({shares}); a small model needs a warm start "
             "(warm_start.conversations=embedded warm_start.num_steps=8) and spice.prompts=compact"
         )
-    if groups and all(np.ptp(group.rewards) == 0 for group in groups):
+    if is_grouped and groups and all(np.ptp(group.rewards) == 0 for group in groups):
         alarms["variance"] = "all rewards of each group are equal: nothing to learn from (learner/zero_advantage_frac)"
     return alarms
 

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -276,3 +277,30 @@ def test_a_trajectory_too_long_for_a_row_is_one_message(parts) -> None:
     groups = [Group("task", "reasoner", tuple(Trajectory("reasoner", (segment([1] * 40, 2),), r) for r in (0.0, 1.0)))]
     with pytest.raises(UserError, match=r"40 tokens .* learner\.row_tokens is 32; raise it to at least 40"):
         reinforce(parts, init_state(tiny_params(), DESCENT), groups, length_of)
+
+
+def test_moving_baselines_are_read_then_moved_by_each_step(parts) -> None:
+    baselines = {"reasoner": 0.5}
+    parts = replace(parts, advantage="role_ema", ema_decay=0.75, baselines=baselines)
+    _, metrics = reinforce(parts, init_state(tiny_params(), DESCENT), two_roles((1, 1, 1, 0)), length_of)
+    # The challenger's baseline was 0: its advantages are 1 and 1.
+    np.testing.assert_allclose(metrics["policy/loss"], -((3 + 1) / 8 + (0.5 * 2 - 0.5 * 4) / 2) / 4, atol=1e-6)
+    assert baselines == {"challenger": 0.25, "reasoner": 0.5}
+    assert metrics["learner/baseline_challenger"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "by_hand"),
+    [
+        # Advantages are half a point each way; 3, 1, 2 and 4 targets.
+        ("sequence_mean", 0.0),
+        ("token_mean", -(0.5 * 3 - 0.5 * 1 + 0.5 * 2 - 0.5 * 4) / 10),
+    ],
+)
+def test_the_loss_of_other_aggregations_by_hand(parts, aggregation: str, by_hand: float) -> None:
+    parts = replace(parts, aggregation=aggregation)
+    _, metrics = reinforce(parts, init_state(tiny_params(), DESCENT), two_roles(), length_of)
+    np.testing.assert_allclose(metrics["policy/loss"], by_hand, atol=1e-6)
+    _, metrics = reinforce(parts, init_state(tiny_params(), DESCENT), two_roles((1, 1, 1, 0)), length_of)
+    without_challenger = {"sequence_mean": 0.0, "token_mean": -(0.5 * 2 - 0.5 * 4) / 10}  # its targets count
+    np.testing.assert_allclose(metrics["policy/loss"], without_challenger[aggregation], atol=1e-6)
