@@ -116,8 +116,13 @@ class LearnerConfig:
     importance_cap: float = 2.0
     """Upper bound of the weight that corrects sampler against learner (token-level truncated importance sampling)."""
     kl_coef: float = 0.0
-    """Weight of the k3 estimate of KL(policy || reference) in the loss; the reference is the policy at the phase's
-    start. 0 keeps no reference model."""
+    """Weight of the divergence of the policy from the reference, which is the policy at the phase's start. 0 keeps no
+    reference model."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """In the `loss` at each token, or its sum over a trajectory's tokens taken from the `reward`."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """How it is estimated at a token, `jaxsp/learner/kl.py`. k1 is for the reward: in the loss its gradient is 0 on
+    average. k2 in the loss has the gradient of KL(policy || reference), k3 that of KL(reference || policy)."""
     trajectories_per_update: int = 0
     """0: one update on all of a step's trajectories. Else as many updates as it takes, all against log-probabilities
     computed before the first."""

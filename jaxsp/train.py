@@ -185,9 +185,11 @@ def _make_learn(run: Run, phase: Phase, optimizer: optax.GradientTransformation,
         clip_low=learner.clip_low,
         clip_high=learner.clip_high,
         importance_cap=learner.importance_cap,
-        kl_coef=learner.kl_coef,
+        kl_coef=learner.kl_coef if learner.kl_in == "loss" else 0.0,
+        kl_estimator=learner.kl_estimator,
     )
     update = make_update(sizes, optimizer, policy_loss, **common)
+    aggregation = OBJECTIVES[learner.objective].aggregation if learner.aggregation == "auto" else learner.aggregation
     parts = PolicyGradient(
         update,
         make_logprobs_fn(sizes, **common),
@@ -196,9 +198,11 @@ def _make_learn(run: Run, phase: Phase, optimizer: optax.GradientTransformation,
         learner.trajectories_per_update,
         run.config.seed,
         reference,
-        OBJECTIVES[learner.objective].aggregation if learner.aggregation == "auto" else learner.aggregation,
-        learner.ema_decay,
-        run.baselines,
+        aggregation=aggregation,
+        kl_reward_coef=learner.kl_coef if learner.kl_in == "reward" else 0.0,
+        kl_estimator=learner.kl_estimator,
+        ema_decay=learner.ema_decay,
+        baselines=run.baselines,
     )
     return lambda state, groups: reinforce(parts, state, groups, phase.normaliser)
 

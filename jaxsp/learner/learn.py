@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from jaxsp.learner.advantages import ADVANTAGES, group_advantages, moved_baselines
 from jaxsp.learner.aggregation import AGGREGATIONS
 from jaxsp.learner.batch import Batch, BatchStats, make_batch, training_items
+from jaxsp.learner.kl import divergences
 from jaxsp.learner.state import TrainState
 from jaxsp.model.decoder import Params
 from jaxsp.trajectory import Group
@@ -34,7 +35,10 @@ class PolicyGradient:
         aggregation: a name of `jaxsp.learner.aggregation.AGGREGATIONS`.
         trajectories_per_update: 0 for one update on everything.
         seed: the run's; with the number of updates so far it decides which update a trajectory is in.
-        reference: parameters of the reference policy; None where there is no KL term.
+        reference: parameters of the reference policy; None where nothing is compared with it.
+        kl_reward_coef: what a trajectory's reward loses for its divergence from the reference, summed over its targets;
+            0 where that is no part of rewards.
+        kl_estimator: a name of `jaxsp.learner.kl.KL_ESTIMATORS`, of that divergence.
         ema_decay: of the roles' moving baselines, where the advantage has them.
         baselines: these, by `role_key`: every step moves them, and a checkpoint holds them.
     """
@@ -47,6 +51,8 @@ class PolicyGradient:
     seed: int
     reference: Params | None = None
     aggregation: str = "constant"
+    kl_reward_coef: float = 0.0
+    kl_estimator: str = "k3"
     ema_decay: float = 0.95
     baselines: dict[str, float] = field(default_factory=dict)
 
@@ -60,39 +66,105 @@ def reinforce(
     under the old policy are computed before the first update. Where every advantage is 0 there is nothing to learn, and
     the state is returned as it came.
     """
-    items, trajectory_ids = training_items(groups, group_advantages(groups, parts.advantage, parts.baselines))
-    if ADVANTAGES[parts.advantage].has_baseline:
-        parts.baselines.update(moved_baselines(groups, parts.baselines, parts.ema_decay))
-    weights, lengths = trajectory_weights(groups, normaliser, parts.aggregation)
-    made: list[tuple[Batch, BatchStats]] = []
-    means: list[float] = []
-    update_of = deal_out(groups, parts.trajectories_per_update, f"{parts.seed}/{int(state['step'])}")
-    for update in range(max(update_of, default=-1) + 1):
-        chosen = [i for i, trajectory in enumerate(trajectory_ids) if update_of[trajectory] == update]
-        counted = sorted({trajectory_ids[i] for i in chosen if not np.isnan(items[i][1])})
-        means.append(float(lengths[counted].mean()) if counted else 1.0)
-        made.append(
-            make_batch(
-                [items[i] for i in chosen],
-                trajectory_ids=[trajectory_ids[i] for i in chosen],
-                weights=[float(weights[trajectory_ids[i]]) for i in chosen],
-                row_tokens=parts.packing.row_tokens,
-                rows_per_microbatch=parts.packing.rows_per_microbatch,
-                row_multiple=parts.packing.row_multiple,
-                keep_zero=parts.reference is not None,
-            )
-        )
-    batches = [(batch, stats, length) for (batch, stats), length in zip(made, means, strict=True) if stats.num_rows]
+    is_in_reward = parts.kl_reward_coef > 0
+    # The divergence is known when batches are made: they are, and advantages are written into them afterwards.
+    advantages = [_ones(group) for group in groups] if is_in_reward else _advantages(parts, groups)
+    made = _make_batches(parts, int(state["step"]), groups, advantages, normaliser)
+    batches = [(batch, stats, length) for batch, stats, length in made if stats.num_rows]
     # With a single update the policy before it is the current one, and the update needs no forward pass for it.
-    old = [parts.logprobs(state["params"], batch) if len(batches) > 1 else None for batch, *_ in batches]
+    needs_old = len(batches) > 1 or is_in_reward
+    old = [parts.logprobs(state["params"], batch) if needs_old else None for batch, *_ in batches]
     reference = [None if parts.reference is None else parts.logprobs(parts.reference, batch) for batch, *_ in batches]
+    penalty_metrics = {}
+    if is_in_reward and batches:
+        num_trajectories = sum(len(group.trajectories) for group in groups)
+        sums = _trajectory_divergences(parts.kl_estimator, batches, old, reference, num_trajectories)
+        groups = _with_penalty(groups, parts.kl_reward_coef * sums)
+        penalty_metrics = {"learner/kl_penalty_mean": float(parts.kl_reward_coef * sums.mean())}
+        flat = np.concatenate(_advantages(parts, groups))
+        batches = [(_with_advantages(batch, flat), stats, length) for batch, stats, length in batches]
     rows = []
     for (batch, stats, length), old_logprobs, reference_logprobs in zip(batches, old, reference, strict=True):
+        if is_in_reward and not batch.advantages.any():
+            continue
         state, metrics = parts.update(state, batch, old_logprobs, reference_logprobs, stats.num_trajectories, length)
         rows.append({name: float(value) for name, value in metrics.items()})
     baselines = {f"learner/baseline_{key}": baseline for key, baseline in parts.baselines.items()}
-    packed = _packing_metrics([stats for _, stats in made])
-    return state, {**over_updates(rows), **packed, **baselines, "policy/updates": len(rows)}
+    packed = _packing_metrics([stats for _, stats, _ in made])
+    return state, {**over_updates(rows), **packed, **penalty_metrics, **baselines, "policy/updates": len(rows)}
+
+
+def _advantages(parts: PolicyGradient, groups: Sequence[Group]) -> list[np.ndarray]:
+    """The advantages of a step; moves the baselines that they have, after reading them."""
+    advantages = group_advantages(groups, parts.advantage, parts.baselines)
+    if ADVANTAGES[parts.advantage].has_baseline:
+        parts.baselines.update(moved_baselines(groups, parts.baselines, parts.ema_decay))
+    return advantages
+
+
+def _ones(group: Group) -> np.ndarray:
+    """Stand-ins for advantages: 1, and NaN where there will be none."""
+    return np.where(np.isfinite(group.rewards), 1.0, np.nan)
+
+
+def _make_batches(
+    parts: PolicyGradient,
+    step: int,
+    groups: Sequence[Group],
+    advantages: Sequence[np.ndarray],
+    normaliser: Callable[[Group], int],
+) -> list[tuple[Batch, BatchStats, float]]:
+    """For each of a step's updates its batch, what packing did, and the length that its loss is divided by."""
+    items, trajectory_ids = training_items(groups, advantages)
+    weights, lengths = trajectory_weights(groups, normaliser, parts.aggregation)
+    made = []
+    update_of = deal_out(groups, parts.trajectories_per_update, f"{parts.seed}/{step}")
+    for update in range(max(update_of, default=-1) + 1):
+        chosen = [i for i, trajectory in enumerate(trajectory_ids) if update_of[trajectory] == update]
+        counted = sorted({trajectory_ids[i] for i in chosen if not np.isnan(items[i][1])})
+        batch, stats = make_batch(
+            [items[i] for i in chosen],
+            trajectory_ids=[trajectory_ids[i] for i in chosen],
+            weights=[float(weights[trajectory_ids[i]]) for i in chosen],
+            row_tokens=parts.packing.row_tokens,
+            rows_per_microbatch=parts.packing.rows_per_microbatch,
+            row_multiple=parts.packing.row_multiple,
+            keep_zero=parts.reference is not None,
+        )
+        made.append((batch, stats, float(lengths[counted].mean()) if counted else 1.0))
+    return made
+
+
+def _trajectory_divergences(
+    kind: str,
+    batches: Sequence[tuple[Batch, BatchStats, float]],
+    old: Sequence[Any],
+    reference: Sequence[Any],
+    num_trajectories: int,
+) -> np.ndarray:
+    """Of each trajectory the sum over its targets of the estimate `kind` under the old policy, float64."""
+    sums = np.zeros(num_trajectories)
+    for (batch, *_), old_logprobs, reference_logprobs in zip(batches, old, reference, strict=True):
+        mask = np.asarray(batch.target_mask)
+        each = np.asarray(divergences(kind, old_logprobs, reference_logprobs, mask), np.float64)
+        np.add.at(sums, np.asarray(batch.target_sequence)[mask], each[mask])
+    return sums
+
+
+def _with_penalty(groups: Sequence[Group], penalties: np.ndarray) -> list[Group]:
+    """The groups with rewards less `penalties`, one for each trajectory in order."""
+    left = iter(penalties.tolist())
+    return [
+        replace(group, trajectories=tuple(replace(one, reward=one.reward - next(left)) for one in group.trajectories))
+        for group in groups
+    ]
+
+
+def _with_advantages(batch: Batch, advantages: np.ndarray) -> Batch:
+    """The batch with these advantages of a step's trajectories, by number."""
+    return replace(
+        batch, advantages=np.where(batch.target_mask, advantages[batch.target_sequence], 0.0).astype(np.float32)
+    )
 
 
 def trajectory_weights(

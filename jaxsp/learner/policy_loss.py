@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxsp.learner.batch import Batch
 from jaxsp.learner.diagnostics import mismatch_metrics, policy_metrics
 from jaxsp.learner.importance import importance_weights
-from jaxsp.learner.kl import k3_kl
+from jaxsp.learner.kl import kl_sum
 from jaxsp.learner.objectives import OBJECTIVES, surrogate
 
 
@@ -21,7 +21,7 @@ class Anchors(NamedTuple):
 
     Attributes:
         old: before the step's first update; None where the current ones are these.
-        reference: the reference policy's; None where there is no KL term.
+        reference: the reference policy's; None where there is none.
         sequence_log_ratio: of each target's trajectory, for objectives of sequences; None where it is 0.
     """
 
@@ -38,7 +38,8 @@ class PolicyLoss:
         objective: a name of `jaxsp.learner.objectives.OBJECTIVES`.
         clip_low, clip_high: the ratio's bounds are `1 - clip_low` and `1 + clip_high`.
         importance_cap: upper bound of the weights that correct sampler against learner.
-        kl_coef: of the k3 estimate of KL(policy || reference); 0: there is no such term.
+        kl_coef: of the divergence from the reference in the loss; 0: there is no such term.
+        kl_estimator: a name of `jaxsp.learner.kl.KL_ESTIMATORS`.
     """
 
     clip_low: float
@@ -46,6 +47,7 @@ class PolicyLoss:
     importance_cap: float
     kl_coef: float
     objective: str = "clip"
+    kl_estimator: str = "k3"
 
     @property
     def is_of_sequences(self) -> bool:
@@ -66,8 +68,9 @@ class PolicyLoss:
             clip_low=self.clip_low,
             clip_high=self.clip_high,
         )
-        if anchors.reference is not None:
-            total += self.kl_coef * k3_kl(logprobs, anchors.reference, batch.target_mask, batch.weights)
+        if self.kl_coef and anchors.reference is not None:
+            divergence = kl_sum(self.kl_estimator, logprobs, anchors.reference, batch.target_mask, batch.weights)
+            total += self.kl_coef * divergence
         return total / denominator
 
     def metrics(self, logprobs: jax.Array, entropy: jax.Array, batch: Batch, anchors: Anchors) -> dict[str, jax.Array]:
@@ -91,5 +94,6 @@ class PolicyLoss:
             **mismatch_metrics(anchors.old, batch.behaviour_logprobs, mask, importance_cap=self.importance_cap),
         }
         if anchors.reference is not None:
-            metrics["policy/kl"] = k3_kl(logprobs, anchors.reference, mask) / jnp.maximum(num_tokens, 1.0)
+            # k3 whatever the loss has: it is never negative and varies least.
+            metrics["policy/kl"] = kl_sum("k3", logprobs, anchors.reference, mask) / jnp.maximum(num_tokens, 1.0)
         return metrics

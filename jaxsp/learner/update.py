@@ -82,15 +82,15 @@ def make_update(
         """The state after one update, and scalar metrics.
 
         `old_logprobs` `[M, R, T]` are those before a step's first update; None says that this is the first, where they
-        are the current ones and need no forward pass of their own. `reference_logprobs` `[M, R, T]` are used if the
-        loss has a KL term, and then the batch must have kept trajectories of advantage 0. The loss is the weighted sum
-        over targets / (num_trajectories * length_normaliser), both of the whole update.
+        are the current ones and need no forward pass of their own. With `reference_logprobs` `[M, R, T]` the divergence
+        is logged, and is in the loss if that has such a term; the batch must then have kept trajectories of advantage
+        0. The loss is the weighted sum over targets / (num_trajectories * length_normaliser), both of the whole update.
         """
         denominator = jnp.asarray(num_trajectories, jnp.float32) * jnp.asarray(length_normaliser, jnp.float32)
         sequence_log_ratio = None
         if policy_loss.is_of_sequences and old_logprobs is not None:
             sequence_log_ratio = _sequence_log_ratio(forward, state["params"], batch, old_logprobs)
-        anchors = Anchors(old_logprobs, reference_logprobs if policy_loss.kl_coef else None, sequence_log_ratio)
+        anchors = Anchors(old_logprobs, reference_logprobs, sequence_log_ratio)
         gradients, logprobs, entropy = _accumulate(
             forward, policy_loss, state["params"], batch, lambda index: (_take(anchors, index), denominator)
         )

@@ -304,3 +304,26 @@ def test_the_loss_of_other_aggregations_by_hand(parts, aggregation: str, by_hand
     _, metrics = reinforce(parts, init_state(tiny_params(), DESCENT), two_roles((1, 1, 1, 0)), length_of)
     without_challenger = {"sequence_mean": 0.0, "token_mean": -(0.5 * 2 - 0.5 * 4) / 10}  # its targets count
     np.testing.assert_allclose(metrics["policy/loss"], without_challenger[aggregation], atol=1e-6)
+
+
+@pytest.mark.parametrize("per_update", [0, 2])
+def test_a_divergence_in_the_reward_is_taken_from_it_before_the_baseline(parts, per_update: int) -> None:
+    groups, reference = two_roles(), jax.tree.map(lambda x: 0.9 * x, tiny_params())
+    update = make_update(SIZES, DESCENT, replace(LOSS, kl_coef=0.0), **COMPUTE)
+    parts = replace(
+        with_reference(parts, reference),
+        update=update,
+        kl_reward_coef=0.25,
+        kl_estimator="k1",
+        trajectories_per_update=per_update,
+    )
+    _, metrics = reinforce(parts, init_state(tiny_params(), DESCENT), groups, length_of)
+    own, other = (full_logprobs(SIZES, params, segments_of(groups)) for params in (tiny_params(), reference))
+    k1 = np.asarray(jnp.sum(own - other, axis=1), np.float64)
+    first, second, third, fourth = np.array([1, 0, 1, 0]) - 0.25 * np.array([k1[0] + k1[1], k1[2], k1[3], k1[4]])
+    by_hand = -((first - second) / 2 * (3 - 1) / 8 + (third - fourth) / 2 * (2 - 4) / 2) / 4
+    if not per_update:  # later updates have moved
+        np.testing.assert_allclose(metrics["policy/loss"], by_hand, atol=1e-6)
+    np.testing.assert_allclose(metrics["learner/kl_penalty_mean"], 0.25 * k1.sum() / 4, rtol=1e-5)
+    assert metrics["policy/updates"] == (2 if per_update else 1) and metrics["policy/kl"] > 0
+    assert abs(by_hand - 0.09375) > 1e-3, "the divergence decides something"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxsp.learner.diagnostics import mismatch_metrics, policy_metrics
 from jaxsp.learner.importance import importance_weights
-from jaxsp.learner.kl import k3_kl
+from jaxsp.learner.kl import KL_ESTIMATORS, kl_sum
 from jaxsp.learner.losses import cross_entropy
 from jaxsp.learner.objectives import OBJECTIVES, surrogate
 from jaxsp.learner.ratios import trajectory_means, trajectory_sums
@@ -32,7 +32,9 @@ def slots(draw: st.DrawFn):
 def whole_loss(logprobs, old, behaviour, reference, advantages, mask):
     """Every objective, a KL term and cross-entropy; `reference` serves as the log-ratio of sequences too."""
     weights = importance_weights(old, behaviour, mask, 2.0)
-    total = 0.1 * k3_kl(logprobs, reference, mask) + cross_entropy(logprobs, mask)
+    total = cross_entropy(logprobs, mask)
+    for kind in KL_ESTIMATORS:
+        total += 0.1 * kl_sum(kind, logprobs, reference, mask)
     for kind in OBJECTIVES:
         total += surrogate(kind, logprobs, old, advantages, weights, mask, reference, clip_low=0.2, clip_high=0.3)
     return total
