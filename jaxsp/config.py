@@ -113,8 +113,15 @@ class LearnerConfig:
     clip_low: float = 0.2
     """The ratio of new to old probability is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: float = 0.2
+    importance: Literal["token", "sequence", "masked"] = "token"
+    """The weight that corrects sampler against learner, the ratio of their probabilities: of a `token` or of its whole
+    trajectory (`sequence`), both truncated, or of a token and 0 outside of bounds (`masked`, IcePop)."""
     importance_cap: float = 2.0
-    """Upper bound of the weight that corrects sampler against learner (token-level truncated importance sampling)."""
+    """Upper bound of the truncated weights."""
+    importance_low: float = 0.5
+    """Tokens of a lower ratio drop out under `masked`."""
+    importance_high: float = 5.0
+    """Tokens of a higher ratio, likewise."""
     kl_coef: float = 0.0
     """Weight of the divergence of the policy from the reference, which is the policy at the phase's start. 0 keeps no
     reference model."""
@@ -295,6 +302,8 @@ _BOUNDS = {
     "learner.clip_low": _RATE,
     "learner.clip_high": _NATURAL,
     "learner.importance_cap": _CAP,
+    "learner.importance_low": _SHARE,
+    "learner.importance_high": _COUNT,
     "learner.kl_coef": _RATE,
     "learner.trajectories_per_update": _NATURAL,
     "learner.length_normaliser": _COUNT,

@@ -48,25 +48,20 @@ def mismatch_metrics(
     old_logprobs: Float[Array, "*rows T"],
     behaviour_logprobs: Float[Array, "*rows T"],
     target_mask: Bool[Array, "*rows T"],
-    *,
-    importance_cap: float,
 ) -> dict[str, Float[Array, ""]]:
     """How far the learner's log-probabilities are from the sampler's, of the same tokens under the same parameters.
 
     With `d = old - behaviour`: mean and largest |d|, the estimates `k1 = mean(-d)` and `k3 = mean(exp(d) - 1 - d)` of
-    KL(sampler || learner), the correlation of the two probabilities (NaN where they do not vary), and the share of
-    importance weights that were cut.
+    KL(sampler || learner), and the correlation of the two probabilities (NaN where they do not vary).
     """
     d = log_ratio(old_logprobs, behaviour_logprobs, target_mask)
     probabilities = [jnp.exp(jnp.where(target_mask, x, 0.0)) for x in (old_logprobs, behaviour_logprobs)]
     old, behaviour = (jnp.where(target_mask, p - target_mean(p, target_mask), 0.0) for p in probabilities)
     spread = jnp.sqrt(jnp.sum(old * old) * jnp.sum(behaviour * behaviour))
-    is_capped = jnp.exp(d) > importance_cap
     return {
         "mismatch/abs_mean": target_mean(jnp.abs(d), target_mask),
         "mismatch/abs_max": jnp.max(jnp.abs(d)),
         "mismatch/k1": target_mean(-d, target_mask),
         "mismatch/k3": target_mean(jnp.exp(d) - 1 - d, target_mask),
         "mismatch/pearson": jnp.where(spread > 0, jnp.sum(old * behaviour) / jnp.where(spread > 0, spread, 1), jnp.nan),
-        "policy/importance_capped_frac": target_mean(is_capped.astype(jnp.float32), target_mask),
     }

@@ -87,14 +87,11 @@ def make_update(
         0. The loss is the weighted sum over targets / (num_trajectories * length_normaliser), both of the whole update.
         """
         denominator = jnp.asarray(num_trajectories, jnp.float32) * jnp.asarray(length_normaliser, jnp.float32)
-        sequence_log_ratio = None
-        if policy_loss.is_of_sequences and old_logprobs is not None:
-            sequence_log_ratio = _sequence_log_ratio(forward, state["params"], batch, old_logprobs)
-        anchors = Anchors(old_logprobs, reference_logprobs, sequence_log_ratio)
+        anchors = _anchors(forward, policy_loss, state["params"], batch, old_logprobs, reference_logprobs)
         gradients, logprobs, entropy = _accumulate(
             forward, policy_loss, state["params"], batch, lambda index: (_take(anchors, index), denominator)
         )
-        if old_logprobs is None:
+        if anchors.old is None:
             anchors = anchors._replace(old=logprobs)
         metrics = {
             "policy/loss": policy_loss(logprobs, batch, (anchors, denominator)),
@@ -139,15 +136,28 @@ def make_warm_start_update(
     return _jit_update(update, sizes, optimizer, param_shardings, batch_sharding, num_arrays=1, num_counts=1)
 
 
-def _sequence_log_ratio(forward: Forward, params: Params, batch: Batch, old_logprobs: jax.Array) -> jax.Array:
-    """The mean log-ratio of each target's trajectory, `[M, R, T]`.
+def _anchors(
+    forward: Forward,
+    policy_loss: PolicyLoss,
+    params: Params,
+    batch: Batch,
+    old: jax.Array | None,
+    reference: jax.Array | None,
+) -> Anchors:
+    """What the loss compares with.
 
-    It takes a forward pass of its own: segments of a trajectory may stand in several micro-batches.
+    What it takes of whole trajectories has a forward pass of its own, as their segments may stand in several
+    micro-batches.
     """
-    logprobs = _all_logprobs(forward, params, batch)
-    return trajectory_means(
-        log_ratio(logprobs, old_logprobs, batch.target_mask), batch.target_sequence, batch.target_mask
-    )
+    sequence_log_ratio = importance_log_ratio = None
+    if policy_loss.is_of_sequences and old is not None:
+        current = _all_logprobs(forward, params, batch)
+        log_ratios = log_ratio(current, old, batch.target_mask)
+        sequence_log_ratio = trajectory_means(log_ratios, batch.target_sequence, batch.target_mask)
+    if policy_loss.weighs_sequences:
+        old = _all_logprobs(forward, params, batch) if old is None else old
+        importance_log_ratio = policy_loss.importance_log_ratio(old, batch)
+    return Anchors(old, reference, sequence_log_ratio, importance_log_ratio)
 
 
 def _all_logprobs(forward: Forward, params: Params, batch: Batch) -> jax.Array:

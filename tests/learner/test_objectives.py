@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxsp.learner.diagnostics import mismatch_metrics, policy_metrics
-from jaxsp.learner.importance import importance_weights
+from jaxsp.learner.importance import IMPORTANCE, importance_log_ratios, importance_weights
 from jaxsp.learner.kl import KL_ESTIMATORS, kl_sum
 from jaxsp.learner.losses import cross_entropy
 from jaxsp.learner.objectives import OBJECTIVES, surrogate
@@ -31,7 +31,8 @@ def slots(draw: st.DrawFn):
 
 def whole_loss(logprobs, old, behaviour, reference, advantages, mask):
     """Every objective, a KL term and cross-entropy; `reference` serves as the log-ratio of sequences too."""
-    weights = importance_weights(old, behaviour, mask, 2.0)
+    log_ratios = importance_log_ratios("token", old, behaviour, jnp.zeros(mask.shape, jnp.int32), mask)
+    weights, _ = importance_weights("masked", log_ratios, mask, cap=2.0, low=0.5, high=2.0)
     total = cross_entropy(logprobs, mask)
     for kind in KL_ESTIMATORS:
         total += 0.1 * kl_sum(kind, logprobs, reference, mask)
@@ -45,7 +46,7 @@ def masked_results(columns, mask):
     logprobs, old, behaviour, reference, advantages = columns
     metrics = {
         **policy_metrics("clip", logprobs, reference, old, advantages, mask, clip_low=0.2, clip_high=0.2),
-        **mismatch_metrics(old, behaviour, mask, importance_cap=2.0),
+        **mismatch_metrics(old, behaviour, mask),
     }
     return jax.value_and_grad(whole_loss)(*columns, mask), metrics
 
@@ -174,19 +175,40 @@ def test_sums_over_a_trajectory_find_its_targets_wherever_they_stand(drawn):
         np.testing.assert_allclose(means[place], expected / max(own.sum(), 1), rtol=1e-5, atol=1e-6)
 
 
-def test_truncated_importance_weights_of_a_hand_computed_example():
-    old = jnp.log(jnp.array([[0.5, 0.9, 0.2, 0.3]]))
-    behaviour = jnp.log(jnp.array([[0.4, 0.3, 0.4, 0.0]]))
-    mask = jnp.array([[True, True, True, False]])
-    weights = importance_weights(old, behaviour, mask, 2.0)
-    np.testing.assert_allclose(weights, [[1.25, 2.0, 0.5, 1.0]], rtol=1e-6)  # 0.9 / 0.3 = 3 is cut
+OLD = jnp.log(jnp.array([[0.5, 0.9, 0.2, 0.3], [0.5, 0.1, 0.3, 0.3]]))
+BEHAVIOUR = jnp.log(jnp.array([[0.4, 0.3, 0.4, 0.0], [0.4, 0.9, 0.5, 0.5]]))
+SEQUENCES = jnp.array([[4, 4, 1, 4], [1, 2, 2, 2]])
+MASK = jnp.array([[True, True, True, False], [True, True, True, True]])
 
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        # Ratios 1.25, 3, 0.5; 1.25, 1/9, 0.6, 0.6. Trajectory 4 has 3.75, trajectory 1 0.625, trajectory 2 0.04.
+        ("token", [[1.25, 2.0, 0.5, 1.0], [1.25, 1 / 9, 0.6, 0.6]]),
+        ("sequence", [[2.0, 2.0, 0.625, 1.0], [0.625, 0.04, 0.04, 0.04]]),
+        ("masked", [[1.25, 0.0, 0.5, 1.0], [1.25, 0.0, 0.6, 0.6]]),
+    ],
+)
+def test_importance_weights_of_a_hand_computed_example(kind, expected):
+    log_ratios = importance_log_ratios(kind, OLD, BEHAVIOUR, SEQUENCES, MASK)
+    weights, is_cut = importance_weights(kind, log_ratios, MASK, cap=2.0, low=0.45, high=2.5)
+    np.testing.assert_allclose(weights, expected, rtol=1e-5)
+    cut = {"token": [1], "sequence": [0, 1], "masked": [1, 5]}
+    np.testing.assert_array_equal(np.flatnonzero(is_cut), cut[kind])
+
+
+@pytest.mark.parametrize("kind", IMPORTANCE)
+def test_importance_weights_have_no_gradient_of_their_own(kind):
     def loss(logprobs):
-        return surrogate("clip", logprobs, old, jnp.ones((1, 4)), weights, mask, clip_low=0.2, clip_high=0.2)
+        log_ratios = importance_log_ratios(kind, logprobs, BEHAVIOUR, SEQUENCES, MASK)
+        weights, _ = importance_weights(kind, log_ratios, MASK, cap=2.0, low=0.45, high=2.5)
+        ones = jnp.ones(MASK.shape)
+        return surrogate("clip", logprobs, OLD, ones, weights, MASK, clip_low=0.2, clip_high=0.2), weights
 
-    value, gradient = jax.value_and_grad(loss)(old)
-    np.testing.assert_allclose(value, -(1.25 + 2.0 + 0.5), rtol=1e-6)
-    np.testing.assert_allclose(gradient, [[-1.25, -2.0, -0.5, 0.0]], rtol=1e-6)  # none through the weight itself
+    (value, weights), gradient = jax.value_and_grad(loss, has_aux=True)(OLD)
+    np.testing.assert_allclose(value, -jnp.sum(weights, where=MASK), rtol=1e-6)
+    np.testing.assert_allclose(gradient, jnp.where(MASK, -weights, 0), rtol=1e-6)
 
 
 def test_metrics_of_a_hand_computed_example():
@@ -215,7 +237,6 @@ def test_mismatch_of_a_hand_computed_example():
         jnp.log(jnp.asarray(np.concatenate([learner, pad]), jnp.float32))[None],
         jnp.log(jnp.asarray(np.concatenate([sampler, pad]), jnp.float32))[None],
         mask,
-        importance_cap=2.0,
     )
     d = np.log(learner / sampler)
     expected = {
@@ -224,7 +245,6 @@ def test_mismatch_of_a_hand_computed_example():
         "mismatch/k1": -d.mean(),
         "mismatch/k3": (learner / sampler - 1 - d).mean(),
         "mismatch/pearson": np.corrcoef(learner, sampler)[0, 1],
-        "policy/importance_capped_frac": 1 / 3,
     }
     assert found.keys() == expected.keys()
     for name, value in expected.items():

@@ -351,3 +351,31 @@ def test_after_a_move_every_objective_packed_is_the_plain_formula_over_separate_
         assert_trees_close(params, expected, 1e-6)
         np.testing.assert_allclose(metrics["policy/loss"], value, atol=1e-6)
         assert 0 < metrics["policy/clipped_frac"] < 1
+
+
+def test_importance_weights_of_sequences_see_whole_trajectories_however_they_are_packed(logprobs_fn):
+    items = random_items()
+    ids = [number % 5 for number in range(len(items))]
+    segments = [made for made, _ in items]
+    logprobs = np.asarray(full_logprobs(SIZES, tiny_params(), segments))
+    for made, own in zip(segments, logprobs, strict=True):  # ratios that are not all cut
+        made.behaviour_logprobs[made.loss_mask] = own[: len(made.tokens)][made.loss_mask] + 0.1
+    segments[1].behaviour_logprobs[segments[1].loss_mask] -= 5.0
+    sums = np.array([sum((own[: len(made.tokens)] - made.behaviour_logprobs)[made.loss_mask].sum()
+                         for made, own, number in zip(segments, logprobs, ids, strict=True) if number == wanted)
+                     for wanted in range(5)])  # fmt: skip
+    weights = np.minimum(np.exp(sums), 2.0)
+    assert 0 < (weights == 2.0).sum() < 5
+    advantages = jnp.asarray([[advantage * weights[number]] for (_, advantage), number in zip(items, ids, strict=True)])
+
+    def plain(params):
+        return -jnp.sum(advantages * full_logprobs(SIZES, params, segments)) / (5 * NORMALISER)
+
+    expected = jax.jit(jax.grad(plain))(tiny_params())
+    update = update_maker(DESCENT, replace(LOSS, importance="sequence"))
+    for row_tokens, rows in ((64, 1), (20, 1)):
+        batch, _ = make_batch(items, row_tokens=row_tokens, rows_per_microbatch=rows, trajectory_ids=ids)
+        for old in (None, logprobs_fn(tiny_params(), batch)):
+            state, metrics = update(init_state(tiny_params(), DESCENT), batch, old, None, 5, NORMALISER)
+            assert_trees_close(difference(tiny_params(), state["params"]), expected, 1e-6)
+            assert 0 < metrics["policy/importance_capped_frac"] < 1
