@@ -130,6 +130,12 @@ class LearnerConfig:
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """How it is estimated at a token, `jaxsp/learner/kl.py`. k1 is for the reward: in the loss its gradient is 0 on
     average. k2 in the loss has the gradient of KL(policy || reference), k3 that of KL(reference || policy)."""
+    overlong: Literal["keep", "mask", "penalise"] = "keep"
+    """What becomes of trajectories cut off by a token limit: `keep` treats them as any other; under `mask` they leave
+    the loss while their rewards stay in the baseline; `penalise` takes from the reward up to 1, linearly, in the last
+    `overlong_buffer` tokens before the limit, cut off or not (DAPO)."""
+    overlong_buffer: int = 256
+    """Tokens."""
     trajectories_per_update: int = 0
     """0: one update on all of a step's trajectories. Else as many updates as it takes, all against log-probabilities
     computed before the first."""
@@ -305,6 +311,7 @@ _BOUNDS = {
     "learner.importance_low": _SHARE,
     "learner.importance_high": _COUNT,
     "learner.kl_coef": _RATE,
+    "learner.overlong_buffer": _COUNT,
     "learner.trajectories_per_update": _NATURAL,
     "learner.length_normaliser": _COUNT,
     "learner.row_tokens": _COUNT,

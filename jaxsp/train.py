@@ -202,12 +202,14 @@ def _make_learn(run: Run, phase: Phase, optimizer: optax.GradientTransformation,
         run.config.seed,
         reference,
         aggregation=aggregation,
+        overlong=learner.overlong,
+        overlong_buffer=learner.overlong_buffer,
         kl_reward_coef=learner.kl_coef if learner.kl_in == "reward" else 0.0,
         kl_estimator=learner.kl_estimator,
         ema_decay=learner.ema_decay,
         baselines=run.baselines,
     )
-    return lambda state, groups: reinforce(parts, state, groups, phase.normaliser)
+    return lambda state, groups: reinforce(parts, state, groups, phase.normaliser, phase.max_tokens)
 
 
 def _is_evaluation_due(run: Run, phase: Phase, num_done: int) -> bool:

@@ -12,6 +12,7 @@ from jaxsp.learner.advantages import ADVANTAGES, group_advantages, moved_baselin
 from jaxsp.learner.aggregation import AGGREGATIONS
 from jaxsp.learner.batch import Batch, BatchStats, make_batch, training_items
 from jaxsp.learner.kl import divergences
+from jaxsp.learner.overlong import OVERLONG
 from jaxsp.learner.state import TrainState
 from jaxsp.model.decoder import Params
 from jaxsp.trajectory import Group
@@ -36,6 +37,8 @@ class PolicyGradient:
         trajectories_per_update: 0 for one update on everything.
         seed: the run's; with the number of updates so far it decides which update a trajectory is in.
         reference: parameters of the reference policy; None where nothing is compared with it.
+        overlong: a name of `jaxsp.learner.overlong.OVERLONG`.
+        overlong_buffer: tokens before the limit in which it penalises.
         kl_reward_coef: what a trajectory's reward loses for its divergence from the reference, summed over its targets;
             0 where that is no part of rewards.
         kl_estimator: a name of `jaxsp.learner.kl.KL_ESTIMATORS`, of that divergence.
@@ -51,6 +54,8 @@ class PolicyGradient:
     seed: int
     reference: Params | None = None
     aggregation: str = "constant"
+    overlong: str = "keep"
+    overlong_buffer: int = 256
     kl_reward_coef: float = 0.0
     kl_estimator: str = "k3"
     ema_decay: float = 0.95
@@ -58,17 +63,24 @@ class PolicyGradient:
 
 
 def reinforce(
-    parts: PolicyGradient, state: TrainState, groups: Sequence[Group], normaliser: Callable[[Group], int]
+    parts: PolicyGradient,
+    state: TrainState,
+    groups: Sequence[Group],
+    normaliser: Callable[[Group], int],
+    max_tokens: Callable[[Group], int] = lambda group: 1,
 ) -> tuple[TrainState, dict[str, float]]:
     """The state after a step's updates on `groups`, and the metrics of the updates together.
 
-    `normaliser` gives the constant length of a group, for the aggregations that divide by one. All log-probabilities
-    under the old policy are computed before the first update. Where every advantage is 0 there is nothing to learn, and
-    the state is returned as it came.
+    `normaliser` gives the constant length of a group, for the aggregations that divide by one, and `max_tokens` its
+    token limit, for penalties of what comes near it. All log-probabilities under the old policy are computed before the
+    first update. Where every advantage is 0 there is nothing to learn, and the state is returned as it came.
     """
+    penalties, is_left_out, overlong_metrics = _overlong(parts, groups, max_tokens)
+    groups = _with_penalty(groups, penalties)
     is_in_reward = parts.kl_reward_coef > 0
     # The divergence is known when batches are made: they are, and advantages are written into them afterwards.
     advantages = [_ones(group) for group in groups] if is_in_reward else _advantages(parts, groups)
+    advantages = _without(advantages, is_left_out)
     made = _make_batches(parts, int(state["step"]), groups, advantages, normaliser)
     batches = [(batch, stats, length) for batch, stats, length in made if stats.num_rows]
     # With a single update the policy before it is the current one, and the update needs no forward pass for it.
@@ -90,8 +102,40 @@ def reinforce(
         state, metrics = parts.update(state, batch, old_logprobs, reference_logprobs, stats.num_trajectories, length)
         rows.append({name: float(value) for name, value in metrics.items()})
     baselines = {f"learner/baseline_{key}": baseline for key, baseline in parts.baselines.items()}
-    packed = _packing_metrics([stats for _, stats, _ in made])
-    return state, {**over_updates(rows), **packed, **penalty_metrics, **baselines, "policy/updates": len(rows)}
+    metrics = {**over_updates(rows), **_packing_metrics([stats for _, stats, _ in made]), **penalty_metrics}
+    metrics["learner/dropped"] -= int(np.isfinite(_rewards(groups)[is_left_out]).sum())  # logged by another name
+    return state, {**metrics, **overlong_metrics, **baselines, "policy/updates": len(rows)}
+
+
+def _overlong(
+    parts: PolicyGradient, groups: Sequence[Group], max_tokens: Callable[[Group], int]
+) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
+    """Of each trajectory the penalty and whether it leaves the loss, and what is logged of these."""
+    handle = OVERLONG[parts.overlong]
+    handled = [
+        handle(trajectory, max_tokens(group), parts.overlong_buffer)
+        for group in groups
+        for trajectory in group.trajectories
+    ]
+    penalties = np.array([-change for change, _ in handled], np.float64)
+    is_left_out = np.array([is_out for _, is_out in handled], bool)
+    metrics = {
+        "learner/overlong_penalty_mean": float(penalties.mean()) if handled else 0.0,
+        "learner/overlong_left_out_frac": float(is_left_out.mean()) if handled else 0.0,
+    }
+    return penalties, is_left_out, {} if parts.overlong == "keep" else metrics
+
+
+def _rewards(groups: Sequence[Group]) -> np.ndarray:
+    """Of all trajectories in order, float64."""
+    return np.concatenate([np.zeros(0), *(group.rewards for group in groups)])
+
+
+def _without(advantages: Sequence[np.ndarray], is_left_out: np.ndarray) -> list[np.ndarray]:
+    """The advantages with NaN where a trajectory, by its number in the step, is left out."""
+    ends = np.cumsum([len(own) for own in advantages])[:-1]
+    parts = np.split(is_left_out, ends)
+    return [np.where(is_out, np.nan, own) for own, is_out in zip(advantages, parts, strict=False)]
 
 
 def _advantages(parts: PolicyGradient, groups: Sequence[Group]) -> list[np.ndarray]:

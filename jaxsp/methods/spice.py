@@ -31,8 +31,8 @@ Departures that are off by default:
   pays both alike, which lets a small challenger drift to questions without a right answer.
 - `spice.challenger_reward`, `spice.trains_challenger`, `spice.trains_reasoner`: other rewards and a fixed role, which
   are ablations of the paper but for `learnability_4p1mp` and a fixed reasoner.
-- `learner.advantage`, `learner.objective`, `learner.aggregation`, `learner.kl_coef`: other advantages and losses, a
-  pull towards the policy at the phase's start.
+- `learner.advantage`, `learner.objective`, `learner.aggregation`, `learner.importance`, `learner.overlong`,
+  `learner.kl_coef`: other advantages and losses, a pull towards the policy at the phase's start.
 """
 
 import functools
@@ -93,6 +93,12 @@ def make_method(config: RunConfig, setting: Setting, corpus: Corpus, supervised)
         raise UsageError("spice.trains_challenger and spice.trains_reasoner are both false: nothing would be trained")
     told: set[str] = set()
     max_tokens = {"challenger": rules.challenger.max_tokens, "reasoner": rules.reasoner.max_tokens}
+    for role in sorted(trained_roles):
+        if config.learner.overlong == "penalise" and config.learner.overlong_buffer > max_tokens[role]:
+            raise UsageError(
+                f"learner.overlong_buffer = {config.learner.overlong_buffer} is more than an answer can have: "
+                f"spice.{role}_max_tokens = {max_tokens[role]}; lower the buffer"
+            )
 
     async def play(place: StepPlace) -> Played:
         """A step's play, with the groups that are trained on and the alarms that no step before has told."""
@@ -122,6 +128,7 @@ def make_method(config: RunConfig, setting: Setting, corpus: Corpus, supervised)
             config.learner.learning_rate,
             play,
             lambda group: config.learner.length_normaliser or max_tokens[group.role],
+            lambda group: max_tokens[group.role],
         )
     ]
     if config.warm_start.conversations is not None and config.warm_start.num_steps:

@@ -16,7 +16,7 @@ from jaxsp.learner.learn import Packing, PolicyGradient, deal_out, imitate, over
 from jaxsp.learner.policy_loss import PolicyLoss
 from jaxsp.learner.state import init_state
 from jaxsp.learner.update import make_logprobs_fn, make_update, make_warm_start_update
-from jaxsp.trajectory import Group, Segment, Trajectory
+from jaxsp.trajectory import Group, Segment, Trajectory, Turn
 
 DESCENT = optax.sgd(1.0)  # parameters show the gradient
 PACKING = Packing(row_tokens=32, rows_per_microbatch=1)
@@ -327,3 +327,35 @@ def test_a_divergence_in_the_reward_is_taken_from_it_before_the_baseline(parts, 
     np.testing.assert_allclose(metrics["learner/kl_penalty_mean"], 0.25 * k1.sum() / 4, rtol=1e-5)
     assert metrics["policy/updates"] == (2 if per_update else 1) and metrics["policy/kl"] > 0
     assert abs(by_hand - 0.09375) > 1e-3, "the divergence decides something"
+
+
+def with_turns(groups: Sequence[Group], cut_off: int) -> list[Group]:
+    """The groups with what was sampled as turns; trajectory number `cut_off` ends at its token limit."""
+    number, changed = 0, []
+    for group in groups:
+        trajectories = []
+        for one in group.trajectories:
+            end = "length" if number == cut_off else "stop"
+            made = [replace(x, turns=(Turn("sampled", 2, len(x.tokens), end, 0),)) for x in one.segments]
+            trajectories.append(replace(one, segments=tuple(made)))
+            number += 1
+        changed.append(replace(group, trajectories=tuple(trajectories)))
+    return changed
+
+
+def test_a_masked_trajectory_leaves_the_loss_and_stays_in_the_baseline(parts) -> None:
+    groups = with_turns(two_roles(), cut_off=3)
+    _, metrics = reinforce(replace(parts, overlong="mask"), init_state(tiny_params(), DESCENT), groups, length_of)
+    # Its group's other trajectory has half a point still; three trajectories are left.
+    np.testing.assert_allclose(metrics["policy/loss"], -((0.5 * 3 - 0.5 * 1) / 8 + 0.5 * 2 / 2) / 3, atol=1e-6)
+    assert metrics["learner/overlong_left_out_frac"] == 0.25 and metrics["learner/dropped"] == 0
+    assert metrics["policy/num_tokens"] == 6
+
+
+def test_an_overlong_penalty_is_taken_from_the_reward_before_the_baseline(parts) -> None:
+    groups = with_turns(two_roles(), cut_off=0)
+    parts = replace(parts, overlong="penalise", overlong_buffer=2)
+    _, metrics = reinforce(parts, init_state(tiny_params(), DESCENT), groups, length_of, lambda group: 4)
+    # The longest turns have 2, 1, 2 and 4 tokens: the last one loses a point, and has -1 against 1.
+    np.testing.assert_allclose(metrics["policy/loss"], -((0.5 * 3 - 0.5 * 1) / 8 + (2 - 4) / 2) / 4, atol=1e-6)
+    assert metrics["learner/overlong_penalty_mean"] == 0.25
