@@ -90,8 +90,17 @@ class SamplerConfig:
 
 @dataclass(frozen=True)
 class LearnerConfig:
+    optimizer: Literal["adamw", "adafactor", "muon"] = "adamw"
+    """In every phase. `adafactor` keeps a row and a column of second moments for a matrix, and no first ones; `muon` is
+    for the kernels of layers, beside AdamW for everything else. All take rates of AdamW's size."""
     learning_rate: float = 1e-6
-    """Of AdamW in self-play, constant; `beta1`, `beta2` and `weight_decay` are AdamW's."""
+    """The highest in self-play; `beta1` and `beta2` are AdamW's. Norms and biases have no `weight_decay`."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: the same, or falling to 0 at update number `schedule_updates`, straight or by a cosine."""
+    schedule_updates: int | None = None
+    """Counted from the start of self-play; null: its number of steps, which is right where steps make one update."""
+    warmup_updates: int = 0
+    """Updates in which the rate rises from 0, linearly."""
     beta1: float = 0.9
     beta2: float = 0.95
     weight_decay: float = 0.0
@@ -300,6 +309,8 @@ _BOUNDS = {
     "sampler.cache_tokens": _COUNT,
     "sampler.max_waiting": _NATURAL,
     "learner.learning_rate": _RATE,
+    "learner.schedule_updates": _COUNT,
+    "learner.warmup_updates": _NATURAL,
     "learner.beta1": _SHARE,
     "learner.beta2": _SHARE,
     "learner.weight_decay": _RATE,

@@ -23,8 +23,9 @@ from jaxsp.config import RunConfig, UsageError
 from jaxsp.evaluate import evaluate_challenger, evaluate_reasoner
 from jaxsp.learner.learn import Packing, PolicyGradient, imitate, reinforce
 from jaxsp.learner.objectives import OBJECTIVES
+from jaxsp.learner.optimizers import make_optimizer
 from jaxsp.learner.policy_loss import PolicyLoss
-from jaxsp.learner.state import TrainState, make_optimizer
+from jaxsp.learner.state import TrainState
 from jaxsp.learner.update import make_logprobs_fn, make_update, make_warm_start_update
 from jaxsp.mesh import initialize_distributed, num_parts, partition_spec
 from jaxsp.methods.phase import Phase, StepPlace
@@ -151,6 +152,7 @@ def _enter_phase(run: Run, phase: Phase, params: Params | None, first_step: int)
     learner = run.config.learner
     optimizer = make_optimizer(
         phase.learning_rate,
+        learner.optimizer,
         beta1=learner.beta1,
         beta2=learner.beta2,
         weight_decay=learner.weight_decay,

@@ -36,9 +36,10 @@ Departures that are off by default:
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import optax
@@ -46,6 +47,7 @@ import optax
 from jaxsp.config import RunConfig, SpiceConfig, UsageError
 from jaxsp.envs.documents import Corpus
 from jaxsp.learner.advantages import ADVANTAGES
+from jaxsp.learner.optimizers import make_schedule
 from jaxsp.methods.phase import Method, Phase, StepPlace
 from jaxsp.rollout.collect import Played, SpiceRules, play_spice
 from jaxsp.rollout.conversations import draw_conversations, imitation_segment, read_conversations
@@ -125,7 +127,7 @@ def make_method(config: RunConfig, setting: Setting, corpus: Corpus, supervised)
             "spice",
             config.spice.num_steps,
             "reinforce",
-            config.learner.learning_rate,
+            _learning_rate(config),
             play,
             lambda group: config.learner.length_normaliser or max_tokens[group.role],
             lambda group: max_tokens[group.role],
@@ -134,6 +136,20 @@ def make_method(config: RunConfig, setting: Setting, corpus: Corpus, supervised)
     if config.warm_start.conversations is not None and config.warm_start.num_steps:
         phases.insert(0, _warm_start(config, supervised))
     return Method(tuple(phases), corpus.state, corpus.restore)
+
+
+def _learning_rate(config: RunConfig) -> float | Callable[[Any], Any]:
+    """Of self-play; raises `UsageError` where its warm-up leaves nothing to the schedule."""
+    learner = config.learner
+    num_updates = learner.schedule_updates or config.spice.num_steps
+    if learner.schedule != "constant" and learner.warmup_updates >= num_updates:
+        raise UsageError(
+            f"learner.warmup_updates = {learner.warmup_updates} must be less than the {num_updates} updates of the "
+            f"schedule (learner.schedule_updates, or else spice.num_steps)"
+        )
+    return make_schedule(
+        learner.schedule, learner.learning_rate, warmup=learner.warmup_updates, num_updates=num_updates
+    )
 
 
 def _check_held_out(config: RunConfig) -> None:

@@ -21,7 +21,7 @@ from jaxsp.checkpoint import Checkpointer
 from jaxsp.cli import main
 from jaxsp.config import RunConfig
 from jaxsp.inference import read_run_config
-from jaxsp.learner.state import make_optimizer
+from jaxsp.learner.optimizers import make_optimizer
 from jaxsp.mesh import make_mesh, shardings
 from jaxsp.metrics import EpisodeLog, read_metrics
 from jaxsp.model.decoder import logical_axes

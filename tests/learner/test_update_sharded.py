@@ -9,8 +9,9 @@ PROGRAM = """
 import jax, numpy as np, jax.numpy as jnp
 from learner_cases import SIZES, random_items, tiny_params
 from jaxsp.learner.batch import make_batch
+from jaxsp.learner.optimizers import make_optimizer
 from jaxsp.learner.policy_loss import PolicyLoss
-from jaxsp.learner.state import init_state, make_optimizer
+from jaxsp.learner.state import init_state
 from jaxsp.learner.update import make_logprobs_fn, make_update
 from jaxsp.mesh import make_mesh, partition_spec, shardings
 from jaxsp.model.decoder import logical_axes
@@ -19,11 +20,11 @@ assert jax.device_count() == 8
 mesh = make_mesh(2, 2, 1, 1, 2)
 param_shardings = shardings(mesh, logical_axes(SIZES))
 rows = jax.sharding.NamedSharding(mesh, partition_spec((None, "batch")))
-optimizer = make_optimizer(1e-3)
+adamw, muon = make_optimizer(1e-3), make_optimizer(1e-3, "muon")
 batch, stats = make_batch(random_items(num_groups=6), row_tokens=64, rows_per_microbatch=1, row_multiple=4)
 assert stats.num_rows > 2
 
-def run(loss, **placement):
+def run(loss, optimizer, **placement):
     common = dict(compute_dtype=jnp.float32, logits_chunk=32, **placement)
     old = make_logprobs_fn(SIZES, **common)(tiny_params(), batch)
     update = make_update(SIZES, optimizer, loss, **common)
@@ -34,9 +35,11 @@ def run(loss, **placement):
     return np.asarray(old), state, metrics
 
 sequences = PolicyLoss(clip_low=3e-4, clip_high=4e-4, importance_cap=2.0, kl_coef=0.1, objective="gspo")
-for loss in (PolicyLoss(clip_low=0.2, clip_high=0.2, importance_cap=2.0, kl_coef=0.1), sequences):
-    old, state, metrics = run(loss)
-    sharded_old, sharded_state, sharded_metrics = run(loss, param_shardings=param_shardings, batch_sharding=rows)
+tokens = PolicyLoss(clip_low=0.2, clip_high=0.2, importance_cap=2.0, kl_coef=0.1)
+for loss, optimizer in ((sequences, muon), (tokens, adamw)):
+    old, state, metrics = run(loss, optimizer)
+    placement = dict(param_shardings=param_shardings, batch_sharding=rows)
+    sharded_old, sharded_state, sharded_metrics = run(loss, optimizer, **placement)
     np.testing.assert_allclose(sharded_old, old, atol=1e-5)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), sharded_metrics, metrics)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), sharded_state, state)
