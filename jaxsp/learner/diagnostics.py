@@ -3,11 +3,15 @@
 Legend: T targets.
 """
 
+from collections.abc import Sequence
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxsp.learner.objectives import objective_terms
 from jaxsp.learner.ratios import log_ratio, target_mean
+from jaxsp.model.decoder import Params
 
 
 def policy_metrics(
@@ -22,7 +26,7 @@ def policy_metrics(
     clip_low: float,
     clip_high: float,
 ) -> dict[str, Float[Array, ""]]:
-    """Means over targets of entropy and ratio, the largest ratio, and the share of targets that are clipped.
+    """Means over targets of entropy and ratio, the largest ratio and |ratio - 1|, and the share that is clipped.
 
     Ratio and clipping are the objective's: `gspo` has one ratio for all targets of a trajectory.
     """
@@ -40,6 +44,7 @@ def policy_metrics(
         "policy/entropy": target_mean(entropy, target_mask),
         "policy/ratio_mean": target_mean(ratio, target_mask),
         "policy/ratio_max": jnp.max(ratio, where=target_mask, initial=0.0),
+        "policy/ratio_deviation_max": jnp.max(jnp.abs(ratio - 1), where=target_mask, initial=0.0),
         "policy/clipped_frac": target_mean(is_clipped.astype(jnp.float32), target_mask),
     }
 
@@ -65,3 +70,24 @@ def mismatch_metrics(
         "mismatch/k3": target_mean(jnp.exp(d) - 1 - d, target_mask),
         "mismatch/pearson": jnp.where(spread > 0, jnp.sum(old * behaviour) / jnp.where(spread > 0, spread, 1), jnp.nan),
     }
+
+
+def gradient_norms(gradients: Params) -> dict[str, Float[Array, ""]]:
+    """The norm of each part's gradient: `embed`, `attention`, `mlp`, `norms` and, where there is one, `head`.
+
+    Tied embeddings are `embed` alone. The squares of the parts add up to that of `policy/grad_norm`.
+    """
+    squares: dict[str, Float[Array, ""]] = {}
+    for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
+        part = _part([key.key for key in path])
+        squares[part] = squares.get(part, jnp.zeros(())) + jnp.sum(jnp.square(gradient))
+    return {f"policy/grad_norm_{part}": jnp.sqrt(square) for part, square in sorted(squares.items())}
+
+
+def _part(names: Sequence[str]) -> str:
+    """Which part of the decoder a parameter is in."""
+    if names[-1] == "scale":
+        return "norms"
+    if names[0] != "layers":
+        return "embed" if names[0] == "embed" else "head"
+    return "attention" if names[1] in ("q", "k", "v", "o") else "mlp"

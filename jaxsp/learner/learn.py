@@ -102,7 +102,12 @@ def reinforce(
         state, metrics = parts.update(state, batch, old_logprobs, reference_logprobs, stats.num_trajectories, length)
         rows.append({name: float(value) for name, value in metrics.items()})
     baselines = {f"learner/baseline_{key}": baseline for key, baseline in parts.baselines.items()}
-    metrics = {**over_updates(rows), **_packing_metrics([stats for _, stats, _ in made]), **penalty_metrics}
+    metrics = {
+        **over_updates(rows),
+        **_first_ratio(rows),
+        **_packing_metrics([stats for _, stats, _ in made]),
+        **penalty_metrics,
+    }
     metrics["learner/dropped"] -= int(np.isfinite(_rewards(groups)[is_left_out]).sum())  # logged by another name
     return state, {**metrics, **overlong_metrics, **baselines, "policy/updates": len(rows)}
 
@@ -264,26 +269,41 @@ def deal_out(groups: Sequence[Group], trajectories_per_update: int, seed: str) -
     return update_of
 
 
-_OF_AN_UPDATE = ("policy/loss", "policy/grad_norm", "policy/update_norm", "policy/skipped", "policy/num_tokens")
-"""Metrics that say one thing of a whole update; the others are means over its targets, or `_max`."""
+_OF_AN_UPDATE = (
+    "policy/loss",
+    "policy/grad_norm",
+    "policy/update_norm",
+    "policy/num_tokens",
+    "policy/effective_tokens",
+)
+"""Begin the names of metrics that say one thing of a whole update; the others are means over its targets, or `_max`."""
 
 
 def over_updates(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     """The metrics of a step of several updates, given those of each.
 
-    The largest of what ends in `_max`, else the mean, weighted by the number of targets where it is one over targets.
-    An update without a correlation (NaN, where probabilities do not vary) is left out of it.
+    The largest of what ends in `_max`, the sum of `learner/skipped_updates`, else the mean, weighted by the number of
+    targets where it is one over targets. An update without a correlation (NaN, where probabilities do not vary) is left
+    out of it.
     """
 
     def over(name: str) -> float:
         values = np.array([row[name] for row in rows])
         if name.endswith("_max"):
             return float(values.max())
-        weights = np.array([1.0 if name in _OF_AN_UPDATE else row["policy/num_tokens"] for row in rows])
+        if name == "learner/skipped_updates":
+            return float(values.sum())
+        weights = np.array([1.0 if name.startswith(_OF_AN_UPDATE) else row["policy/num_tokens"] for row in rows])
         is_known = ~np.isnan(values) if name == "mismatch/pearson" else np.ones(len(rows), bool)
         return float(np.average(values[is_known], weights=weights[is_known])) if is_known.any() else float("nan")
 
     return {name: over(name) for name in (rows[0] if rows else ())}
+
+
+def _first_ratio(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The largest |ratio - 1| of the first update, which rounding alone may move from 0."""
+    name = "policy/ratio_deviation_max"
+    return {"policy/first_ratio_deviation_max": rows[0][name]} if rows and name in rows[0] else {}
 
 
 def _packing_metrics(stats: Sequence[BatchStats]) -> dict[str, float]:

@@ -87,8 +87,16 @@ class PolicyLoss:
 
     def __call__(self, logprobs: jax.Array, batch: Batch, extras: tuple[Anchors, Any]) -> jax.Array:
         anchors, denominator = extras
+        total = self.surrogate(logprobs, batch, anchors)
+        if self.kl_coef and anchors.reference is not None:
+            divergence = kl_sum(self.kl_estimator, logprobs, anchors.reference, batch.target_mask, batch.weights)
+            total += self.kl_coef * divergence
+        return total / denominator
+
+    def surrogate(self, logprobs: jax.Array, batch: Batch, anchors: Anchors) -> jax.Array:
+        """The objective's part of the loss, not divided."""
         old = jax.lax.stop_gradient(logprobs) if anchors.old is None else anchors.old
-        total = surrogate(
+        return surrogate(
             self.objective,
             logprobs,
             old,
@@ -99,19 +107,21 @@ class PolicyLoss:
             clip_low=self.clip_low,
             clip_high=self.clip_high,
         )
-        if self.kl_coef and anchors.reference is not None:
-            divergence = kl_sum(self.kl_estimator, logprobs, anchors.reference, batch.target_mask, batch.weights)
-            total += self.kl_coef * divergence
-        return total / denominator
 
     def metrics(self, logprobs: jax.Array, entropy: jax.Array, batch: Batch, anchors: Anchors) -> dict[str, jax.Array]:
-        """What is logged of the targets of a whole update, whose `anchors.old` is given."""
+        """What is logged of the targets of a whole update, whose `anchors.old` is given.
+
+        Effective tokens are targets whose log-probability the objective pulls at: not clipped, not left out, and of an
+        advantage that is not 0.
+        """
         assert anchors.old is not None
         mask = batch.target_mask
         num_tokens = jnp.sum(mask).astype(jnp.float32)
         _, is_cut = self.importance_weights(anchors.old, batch, anchors)
+        pulls = jax.grad(self.surrogate)(logprobs, batch, anchors)
         metrics = {
             "policy/num_tokens": num_tokens,
+            "policy/effective_tokens": jnp.sum(pulls != 0).astype(jnp.float32),
             **policy_metrics(
                 self.objective,
                 logprobs,

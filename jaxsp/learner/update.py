@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxsp.learner.batch import Batch, microbatch_lengths
+from jaxsp.learner.diagnostics import gradient_norms
 from jaxsp.learner.losses import cross_entropy, token_logprobs
 from jaxsp.learner.policy_loss import Anchors, PolicyLoss
 from jaxsp.learner.ratios import log_ratio, trajectory_means
@@ -234,8 +235,9 @@ def _apply(
     metrics = {
         **metrics,
         "policy/grad_norm": grad_norm,
+        **gradient_norms(gradients),
         "policy/update_norm": jnp.where(is_finite, optax.tree.norm(updates), 0.0),
-        "policy/skipped": 1.0 - is_finite.astype(jnp.float32),
+        "learner/skipped_updates": 1.0 - is_finite.astype(jnp.float32),
     }
     return {**chosen, "step": state["step"] + 1}, metrics
 

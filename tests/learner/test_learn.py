@@ -166,6 +166,7 @@ def test_updates_of_a_step_share_the_log_probabilities_before_the_first(parts) -
     # Recomputed before the second update, they would make its ratios 1 and its mismatch with the sampler large.
     assert abs(ratios[0] - 1) < 1e-5 and ratios[1] > 1.05
     np.testing.assert_allclose(metrics["policy/ratio_max"], max(ratios), rtol=1e-6)
+    assert metrics["policy/first_ratio_deviation_max"] < 1e-5 < metrics["policy/ratio_deviation_max"]
     assert metrics["mismatch/abs_max"] < 1e-5
 
 
@@ -232,6 +233,7 @@ def test_metrics_of_several_updates_keep_maxima_and_weigh_means_over_targets() -
     # Anything else that is not a number shows.
     assert np.isnan(over_updates([rows[0], rows[1] | {"policy/entropy": nan}])["policy/entropy"])
     assert over_updates([]) == {}
+    assert over_updates([{**rows[0], "learner/skipped_updates": 1.0}] * 3)["learner/skipped_updates"] == 3
 
 
 def test_a_trajectory_without_a_reward_is_dropped_and_counted(parts) -> None:

@@ -222,6 +222,7 @@ def test_metrics_of_a_hand_computed_example():
         "policy/entropy": 2.5,
         "policy/ratio_mean": 1.15,
         "policy/ratio_max": 1.5,
+        "policy/ratio_deviation_max": 0.5,
         "policy/clipped_frac": 0.5,
     }
     assert found.keys() == expected.keys()

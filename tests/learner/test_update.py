@@ -206,11 +206,11 @@ def test_an_update_with_gradients_that_are_not_finite_is_left_out_and_counted(ad
     batch, stats = make_batch(random_items(), row_tokens=64, rows_per_microbatch=1)
     old = logprobs_fn(tiny_params(), batch)
     state, metrics = adam_update(init_state(tiny_params(), ADAM), batch, old, None, stats.num_trajectories, 16.0)
-    assert metrics["policy/skipped"] == 0
+    assert metrics["learner/skipped_updates"] == 0
     before = jax.tree.map(np.array, state)
     batch.advantages[0, 0, 0] = np.inf
     state, metrics = adam_update(state, batch, old, None, stats.num_trajectories, 16.0)
-    assert metrics["policy/skipped"] == 1 and metrics["policy/update_norm"] == 0
+    assert metrics["learner/skipped_updates"] == 1 and metrics["policy/update_norm"] == 0
     jax.tree.map(np.testing.assert_array_equal, state["params"], before["params"])
     jax.tree.map(np.testing.assert_array_equal, state["opt_state"], before["opt_state"])
     assert state["step"] == 2
@@ -225,7 +225,7 @@ def test_at_learning_rate_zero_nothing_moves_and_ratios_stay_one(adam_update, lo
         assert abs(metrics["policy/ratio_max"] - 1) < 1e-6 and metrics["policy/clipped_frac"] == 0
     jax.tree.map(np.testing.assert_array_equal, state["params"], tiny_params())
     state, metrics = adam_update(state, batch, old, None, stats.num_trajectories, 16.0)
-    assert metrics["policy/update_norm"] > 0 and metrics["policy/skipped"] == 0
+    assert metrics["policy/update_norm"] > 0 and metrics["learner/skipped_updates"] == 0
 
 
 def test_varied_batches_of_a_bucket_share_one_program(adam_update, logprobs_fn):
@@ -242,7 +242,7 @@ def test_varied_batches_of_a_bucket_share_one_program(adam_update, logprobs_fn):
 def test_a_batch_without_targets_moves_nothing(descent_update):
     gradients, metrics = gradients_of(descent_update, [(segment([1, 2], 1), 0.0)])
     assert all((x == 0).all() for x in jax.tree.leaves(gradients))
-    assert metrics["policy/loss"] == 0 and metrics["policy/skipped"] == 0
+    assert metrics["policy/loss"] == 0 and metrics["learner/skipped_updates"] == 0
 
 
 def test_warm_start_divides_by_the_global_number_of_targets_and_learns():
@@ -342,3 +342,34 @@ def test_importance_weights_of_sequences_see_whole_trajectories_however_they_are
             state, metrics = update(init_state(tiny_params(), DESCENT), batch, old, None, 5, NORMALISER)
             assert_trees_close(difference(tiny_params(), state["params"]), expected, 1e-6)
             assert 0 < metrics["policy/importance_capped_frac"] < 1
+
+
+def test_gradient_norms_of_the_parts_are_those_of_their_parameters(whole):
+    gradients, metrics = whole
+    layers = gradients["layers"]
+    parts = {
+        "embed": gradients["embed"],
+        "attention": [layers[name] for name in "qkvo"],
+        "mlp": [layers[name] for name in ("gate", "up", "down")],
+        "norms": [gradients["final_norm"], *(layers[name] for name in layers if name.endswith("norm"))],
+    }
+    names = {name for name in metrics if name.startswith("policy/grad_norm_")}
+    assert names == {f"policy/grad_norm_{part}" for part in parts}
+    for part, tree in parts.items():
+        np.testing.assert_allclose(metrics[f"policy/grad_norm_{part}"], optax.tree.norm(tree), rtol=1e-3, err_msg=part)
+    total = sum(float(metrics[name]) ** 2 for name in names)
+    np.testing.assert_allclose(total, float(metrics["policy/grad_norm"]) ** 2, rtol=1e-5)
+
+
+def test_effective_tokens_are_those_that_the_objective_pulls_at(descent_update, whole, logprobs_fn):
+    items = random_items()
+    assert whole[1]["policy/effective_tokens"] == whole[1]["policy/num_tokens"]
+    batch, _ = make_batch([(made, 0.0 if number == 3 else advantage) for number, (made, advantage) in enumerate(items)],
+                          row_tokens=64, rows_per_microbatch=1, keep_zero=True)  # fmt: skip
+    old = logprobs_fn(tiny_params(), batch)
+    moved = jax.tree.map(lambda x: 1.1 * x, tiny_params())
+    ratio = np.exp(np.asarray(logprobs_fn(moved, batch)) - np.asarray(old))
+    is_clipped = ((ratio > 1.2) & (batch.advantages > 0)) | ((ratio < 0.8) & (batch.advantages < 0))
+    expected = (batch.target_mask & (batch.advantages != 0) & ~is_clipped).sum()
+    _, metrics = descent_update(init_state(moved, DESCENT), batch, old, None, len(items), NORMALISER)
+    assert metrics["policy/effective_tokens"] == expected < metrics["policy/num_tokens"] - items[3][0].loss_mask.sum()
