@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxsp.config import CorpusConfig, EvaluationConfig, ModelConfig, RunConfig, SpiceConfig, UsageError
+from jaxsp.config import CorpusConfig, EvaluationConfig, LearnerConfig, ModelConfig, RunConfig, SpiceConfig, UsageError
 from jaxsp.envs.documents import open_corpus
 from jaxsp.methods.phase import StepPlace
 from jaxsp.methods.spice import alarms_of, make_method, spice_rules
@@ -75,6 +75,7 @@ def test_alarms_are_for_replies_that_are_nearly_all_cut_off_and_for_rewards_with
     }  # fmt: skip
     assert alarms_of([group(1, 1), group(0, 1)], fine) == {} and alarms_of([], fine) == {}
     assert list(alarms_of([group(1, 1), group(0, 0)], fine)) == ["variance"]
+    assert alarms_of([group(1, 1), group(0, 0)], fine, is_grouped=False) == {}, "rewards of groups are compared"
     for role in ("challenger", "reasoner"):
         alarms = alarms_of([group(0, 1)], {**fine, f"{role}/truncated_frac": 0.95})
         assert list(alarms) == [role] and f"spice.{role}_max_tokens" in alarms[role] and "95%" in alarms[role]
@@ -97,3 +98,22 @@ def test_the_corpus_that_is_trained_on_is_not_held_out(tmp_path: Path) -> None:
         config, corpus=CorpusConfig("embedded"), evaluation=EvaluationConfig(documents="embedded")
     )
     make_method(embedded, setting, corpus, None)  # of the packaged corpus other documents are held out
+
+
+@pytest.mark.parametrize(
+    ("learner", "message"),
+    [
+        (
+            {"overlong": "penalise", "overlong_buffer": 1025},
+            r"^learner\.overlong_buffer = 1025 .* spice\.challenger_max_tokens = 1024",
+        ),
+        ({"schedule": "linear", "warmup_updates": 640}, r"^learner\.warmup_updates = 640 must be less than the 640"),
+        ({"schedule": "cosine", "warmup_updates": 9, "schedule_updates": 9}, r"must be less than the 9 updates"),
+    ],
+)
+def test_settings_of_the_learner_that_do_not_fit_the_game_are_named(learner, message: str) -> None:
+    corpus = open_corpus("embedded", seed=0, max_segment_tokens=99, encode=str.split)  # pyright: ignore[reportArgumentType]
+    setting = make_setting(ScriptedGenerate(lambda prompt, seed: ""))
+    config = RunConfig(model=ModelConfig("none"), learner=LearnerConfig(**learner))
+    with pytest.raises(UsageError, match=message):
+        make_method(config, setting, corpus, None)
