@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxsp.learner.advantages import ADVANTAGES, group_advantages, moved_baselines
@@ -194,9 +195,9 @@ def _trajectory_divergences(
     """Of each trajectory the sum over its targets of the estimate `kind` under the old policy, float64."""
     sums = np.zeros(num_trajectories)
     for (batch, *_), old_logprobs, reference_logprobs in zip(batches, old, reference, strict=True):
-        mask = np.asarray(batch.target_mask)
-        each = np.asarray(divergences(kind, old_logprobs, reference_logprobs, mask), np.float64)
-        np.add.at(sums, np.asarray(batch.target_sequence)[mask], each[mask])
+        mask = batch.target_mask
+        each = np.asarray(divergences(kind, old_logprobs, reference_logprobs, jnp.asarray(mask)), np.float64)
+        np.add.at(sums, batch.target_sequence[mask], each[mask])
     return sums
 
 

@@ -41,32 +41,27 @@ def _adafactor(rate: Rate, beta1: float, beta2: float, weight_decay: float) -> o
 MUON_RMS = 0.2
 """Of an entry of Muon's updates, which is AdamW's (Liu et al. 2025, arXiv 2502.16982, section 2.2)."""
 
-_MATRICES = {
-    # Axes of a stacked kernel that are summed over, and those that come out; the layer's is neither.
-    "q": MuonDimensionNumbers((1,), (2, 3)),
-    "k": MuonDimensionNumbers((1,), (2, 3)),
-    "v": MuonDimensionNumbers((1,), (2, 3)),
-    "o": MuonDimensionNumbers((1, 2), (3,)),
-}
+_MATRICES = {"q": ((1,), (2, 3)), "k": ((1,), (2, 3)), "v": ((1,), (2, 3)), "o": ((1, 2), (3,))}
+"""Axes of a stacked kernel that are summed over, and those that come out; of the others `((1,), (2,))`."""
 
 
-def _is_matrix(path: tuple[Any, ...]) -> bool:
-    return path[0].key == "layers" and path[-1].key == "kernel"
+def _axes(path: tuple[Any, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return _MATRICES.get(path[1].key, ((1,), (2,)))
 
 
-def _muon_axes(kernels: Params) -> Any:
+def _muon_axes(kernels: Any) -> Any:
     """How each layer's kernels are matrices; `kernels` hold nothing else."""
-
-    def axes(path: tuple[Any, ...], leaf: Any) -> MuonDimensionNumbers:
-        return _MATRICES.get(path[1].key, MuonDimensionNumbers((leaf.ndim - 2,), (leaf.ndim - 1,)))
-
-    return jax.tree_util.tree_map_with_path(axes, kernels)
+    return jax.tree_util.tree_map_with_path(lambda path, _: MuonDimensionNumbers(*_axes(path)), kernels)
 
 
-def _to_rms(update: jax.Array, axes: MuonDimensionNumbers) -> jax.Array:
-    """An orthogonal matrix scaled so that the root mean square of its entries is `MUON_RMS`."""
-    numbers = [math.prod(update.shape[axis] for axis in own) for own in (axes.reduction_axis, axes.output_axis)]
-    return update * (MUON_RMS * max(numbers) ** 0.5)
+def _to_rms(updates: Any, params: Any) -> Any:
+    """Orthogonal matrices scaled so that the root mean square of their entries is `MUON_RMS`."""
+
+    def scale(path: tuple[Any, ...], update: jax.Array) -> jax.Array:
+        longest = max(math.prod(update.shape[axis] for axis in axes) for axes in _axes(path))
+        return update * (MUON_RMS * longest**0.5)
+
+    return jax.tree_util.tree_map_with_path(scale, updates)
 
 
 def _muon(rate: Rate, beta1: float, beta2: float, weight_decay: float) -> optax.GradientTransformation:
@@ -75,14 +70,19 @@ def _muon(rate: Rate, beta1: float, beta2: float, weight_decay: float) -> optax.
     Updates have AdamW's size (Liu et al. 2025, arXiv 2502.16982), so that one rate serves both.
     """
     kernels = optax.chain(
-        scale_by_muon(weight_dimension_numbers=_muon_axes),
-        optax.stateless(lambda updates, _: jax.tree.map(_to_rms, updates, _muon_axes(updates))),
+        scale_by_muon(weight_dimension_numbers=_muon_axes),  # pyright: ignore[reportArgumentType]  # not every tree
+        optax.stateless(_to_rms),
         optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(rate),
     )
 
     def labels(params: Params) -> Any:
-        return jax.tree_util.tree_map_with_path(lambda path, _: "muon" if _is_matrix(path) else "adamw", params)
+        """Who takes each parameter."""
+
+        def label(path: tuple[Any, ...], _: Any) -> str:
+            return "muon" if path[0].key == "layers" and path[-1].key == "kernel" else "adamw"
+
+        return jax.tree_util.tree_map_with_path(label, params)
 
     return optax.partition({"muon": kernels, "adamw": _adamw(rate, beta1, beta2, weight_decay)}, labels)
 
@@ -132,7 +132,7 @@ SCHEDULES: dict[str, Callable[[float, int], optax.Schedule]] = {
 """By the name in `learner.schedule`: `(peak, num_updates)` to the rate of the n-th update after the warm-up, from 0."""
 
 
-def make_schedule(kind: str, peak: float, *, warmup: int, num_updates: int) -> Rate:
+def make_schedule(kind: str, peak: float, *, warmup: int, num_updates: int) -> float | optax.Schedule:
     """The learning rate of each update: `peak (n + 1) / warmup` in the first `warmup`, then `kind` over the others.
 
     `num_updates` counts those of the warm-up too. A constant rate without warm-up is a number.
