@@ -90,31 +90,67 @@ class SamplerConfig:
 
 @dataclass(frozen=True)
 class LearnerConfig:
+    optimizer: Literal["adamw", "adafactor", "muon"] = "adamw"
+    """In every phase. `adafactor` keeps a row and a column of second moments for a matrix, and no first ones; `muon` is
+    for the kernels of layers, beside AdamW for everything else. All take rates of AdamW's size."""
     learning_rate: float = 1e-6
-    """Of AdamW in self-play, at its start; `beta1`, `beta2` and `weight_decay` are AdamW's."""
-    schedule: Literal["constant", "linear"] = "constant"
-    """What becomes of the learning rate: `linear` falls to 0 at the end of self-play, and needs one update a step
+    """The highest in self-play; `beta1` and `beta2` are AdamW's. Norms and biases have no `weight_decay`."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: the same, or falling to 0 at update number `schedule_updates`, straight or by a cosine."""
+    schedule_updates: int | None = None
+    """Counted from the start of self-play; null: its number of steps, where each makes one update
     (`trajectories_per_update` = 0)."""
+    warmup_updates: int = 0
+    """Updates in which the rate rises from 0, linearly."""
     beta1: float = 0.9
     beta2: float = 0.95
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     """Gradients of a larger norm are scaled down to it."""
-    advantage: Literal["group_mean", "group_std"] = "group_mean"
-    """Reward minus its group's mean (DrGRPO), or that divided by the group's standard deviation (GRPO)."""
+    advantage: Literal["group_mean", "group_std", "reinforce_pp", "role_ema"] = "group_mean"
+    """Reward minus its group's mean (DrGRPO); that divided by the group's standard deviation (GRPO); the same over all
+    of a step's trajectories of a role and kind of task (REINFORCE++); reward minus the role's moving mean (SPIRAL)."""
+    ema_decay: float = 0.95
+    """What `role_ema` keeps of a role's moving mean at each step; it begins at 0."""
+    objective: Literal["clip", "gspo", "cispo"] = "clip"
+    """`clip`: the clipped ratio of each token (PPO, GRPO; DAPO's with two different bounds). `gspo`: one clipped ratio
+    for a trajectory; its bounds are thousandths. `cispo`: log-probabilities under a clipped weight, no token left out.
+    `jaxsp/learner/objectives.py` has the formulas."""
+    aggregation: Literal["auto", "constant", "sequence_mean", "token_mean"] = "auto"
+    """What the sum over a trajectory's tokens is divided by: `constant` is `length_normaliser` (DrGRPO),
+    `sequence_mean` its own number of tokens (GRPO), and `token_mean` is the mean over all tokens of an update (DAPO).
+    `auto` is the objective's own: `constant` for clip, `sequence_mean` for gspo, `token_mean` for cispo."""
     clip_low: float = 0.2
     """The ratio of new to old probability is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: float = 0.2
+    importance: Literal["token", "sequence", "masked"] = "token"
+    """The weight that corrects sampler against learner, the ratio of their probabilities: of a `token` or of its whole
+    trajectory (`sequence`), both truncated, or of a token and 0 outside of bounds (`masked`, IcePop)."""
     importance_cap: float = 2.0
-    """Upper bound of the weight that corrects sampler against learner (token-level truncated importance sampling)."""
+    """Upper bound of the truncated weights."""
+    importance_low: float = 0.5
+    """Tokens of a lower ratio drop out under `masked`."""
+    importance_high: float = 5.0
+    """Tokens of a higher ratio, likewise."""
     kl_coef: float = 0.0
-    """Weight of the k3 estimate of KL(policy || reference) in the loss; the reference is the policy at the phase's
-    start. 0 keeps no reference model."""
+    """Weight of the divergence of the policy from the reference, which is the policy at the phase's start. 0 keeps no
+    reference model."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """In the `loss` at each token, or its sum over a trajectory's tokens taken from the `reward`."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """How it is estimated at a token, `jaxsp/learner/kl.py`. k1 is for the reward: in the loss its gradient is 0 on
+    average. k2 in the loss has the gradient of KL(policy || reference), k3 that of KL(reference || policy)."""
+    overlong: Literal["keep", "mask", "penalise"] = "keep"
+    """What becomes of trajectories cut off by a token limit: `keep` treats them as any other; under `mask` they leave
+    the loss while their rewards stay in the baseline; `penalise` takes from the reward up to 1, linearly, in the last
+    `overlong_buffer` tokens before the limit, cut off or not (DAPO)."""
+    overlong_buffer: int = 256
+    """Tokens."""
     trajectories_per_update: int = 0
     """0: one update on all of a step's trajectories. Else as many updates as it takes, all against log-probabilities
     computed before the first."""
     length_normaliser: int | None = None
-    """Tokens by which a trajectory's sum is divided (DrGRPO); None: the role's own `max_tokens`."""
+    """Tokens by which a trajectory's sum is divided under `constant`; None: the role's own `max_tokens`."""
     row_tokens: int = 4096
     """Tokens of one packed row."""
     rows_per_microbatch: int = 1
@@ -277,14 +313,20 @@ _BOUNDS = {
     "sampler.cache_tokens": _COUNT,
     "sampler.max_waiting": _NATURAL,
     "learner.learning_rate": _RATE,
+    "learner.schedule_updates": _COUNT,
+    "learner.warmup_updates": _NATURAL,
     "learner.beta1": _SHARE,
     "learner.beta2": _SHARE,
     "learner.weight_decay": _RATE,
     "learner.max_grad_norm": _CAP,
+    "learner.ema_decay": _SHARE,
     "learner.clip_low": _RATE,
     "learner.clip_high": _NATURAL,
     "learner.importance_cap": _CAP,
+    "learner.importance_low": _SHARE,
+    "learner.importance_high": _COUNT,
     "learner.kl_coef": _RATE,
+    "learner.overlong_buffer": _COUNT,
     "learner.trajectories_per_update": _NATURAL,
     "learner.length_normaliser": _COUNT,
     "learner.row_tokens": _COUNT,

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from jaxsp.config import RunConfig, dump_config
 from jaxsp.learner.batch import row_lengths
-from jaxsp.learner.state import make_optimizer
+from jaxsp.learner.optimizers import make_optimizer
 from jaxsp.mesh import num_parts, shardings
 from jaxsp.model.decoder import abstract_params, logical_axes
 from jaxsp.model.sizes import DecoderSizes
@@ -71,7 +71,8 @@ def memory_estimate(config: RunConfig, sizes: DecoderSizes, mesh: jax.sharding.M
     """
     axes = logical_axes(sizes)
     has_reference = config.learner.kl_coef > 0
-    placed = abstract_arrays(sizes, make_optimizer(config.learner.learning_rate), shardings(mesh, axes), has_reference)
+    optimizer = make_optimizer(config.learner.learning_rate, config.learner.optimizer)
+    placed = abstract_arrays(sizes, optimizer, shardings(mesh, axes), has_reference)
     params = placed["state"]["params"]
     compute_bytes = jnp.dtype(config.model.compute_dtype).itemsize
     weight_dtype = config.sampler.weight_dtype or config.model.compute_dtype

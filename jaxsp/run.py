@@ -162,6 +162,8 @@ class Run:
     console: Console
     step: int = 0
     """Steps done, over all phases."""
+    baselines: dict[str, float] = field(default_factory=dict)
+    """The roles' moving baselines (`learner.advantage` = role_ema)."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time per part, over all sittings of the run."""
 
@@ -205,7 +207,7 @@ def open_run(config: RunConfig, run_dir: Path, pool: ProcessPool, console: Conso
             metrics=stack.enter_context(MetricsWriter(run_dir, resume_step=step if is_resume else None)),
             episodes=episodes, tasks=tasks, evaluations=evaluations,
             progress=stack.enter_context(Progress(total, "run", start_step=step, console=console)),
-            console=console, step=step, seconds=seconds,
+            console=console, step=step, baselines=dict((manifest or {}).get("baselines", {})), seconds=seconds,
         )  # fmt: skip
 
 
@@ -270,4 +272,5 @@ def abstract_arrays(
 
 def save_checkpoint(run: Run, arrays: Arrays) -> None:
     """Begins to save everything that the run needs to go on, unless this step is saved already."""
-    run.checkpointer.save(run.step, arrays.tree(), {"method": run.parts.method.state()})
+    manifest = {"method": run.parts.method.state(), "baselines": run.baselines}
+    run.checkpointer.save(run.step, arrays.tree(), manifest)

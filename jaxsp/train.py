@@ -22,7 +22,10 @@ from jaxsp.checkpoint import RunLock
 from jaxsp.config import RunConfig, UsageError
 from jaxsp.evaluate import evaluate_challenger, evaluate_reasoner
 from jaxsp.learner.learn import Packing, PolicyGradient, imitate, reinforce
-from jaxsp.learner.state import TrainState, make_optimizer
+from jaxsp.learner.objectives import OBJECTIVES
+from jaxsp.learner.optimizers import make_optimizer
+from jaxsp.learner.policy_loss import PolicyLoss
+from jaxsp.learner.state import TrainState
 from jaxsp.learner.update import make_logprobs_fn, make_update, make_warm_start_update
 from jaxsp.mesh import initialize_distributed, num_parts, partition_spec
 from jaxsp.methods.phase import Phase, StepPlace
@@ -151,6 +154,7 @@ def _enter_phase(run: Run, phase: Phase, params: Params | None, first_step: int)
     learner = run.config.learner
     optimizer = make_optimizer(
         phase.learning_rate,
+        learner.optimizer,
         beta1=learner.beta1,
         beta2=learner.beta2,
         weight_decay=learner.weight_decay,
@@ -180,15 +184,19 @@ def _make_learn(run: Run, phase: Phase, optimizer: optax.GradientTransformation,
     sizes = run.parts.text.source.sizes
     if phase.objective == "imitate":
         return functools.partial(imitate, make_warm_start_update(sizes, optimizer, **common), packing)
-    update = make_update(
-        sizes,
-        optimizer,
+    policy_loss = PolicyLoss(
+        objective=learner.objective,
         clip_low=learner.clip_low,
         clip_high=learner.clip_high,
+        importance=learner.importance,
         importance_cap=learner.importance_cap,
-        kl_coef=learner.kl_coef,
-        **common,
+        importance_low=learner.importance_low,
+        importance_high=learner.importance_high,
+        kl_coef=learner.kl_coef if learner.kl_in == "loss" else 0.0,
+        kl_estimator=learner.kl_estimator,
     )
+    update = make_update(sizes, optimizer, policy_loss, **common)
+    aggregation = OBJECTIVES[learner.objective].aggregation if learner.aggregation == "auto" else learner.aggregation
     parts = PolicyGradient(
         update,
         make_logprobs_fn(sizes, **common),
@@ -197,8 +205,15 @@ def _make_learn(run: Run, phase: Phase, optimizer: optax.GradientTransformation,
         learner.trajectories_per_update,
         run.config.seed,
         reference,
+        aggregation=aggregation,
+        overlong=learner.overlong,
+        overlong_buffer=learner.overlong_buffer,
+        kl_reward_coef=learner.kl_coef if learner.kl_in == "reward" else 0.0,
+        kl_estimator=learner.kl_estimator,
+        ema_decay=learner.ema_decay,
+        baselines=run.baselines,
     )
-    return lambda state, groups: reinforce(parts, state, groups, phase.normaliser)
+    return lambda state, groups: reinforce(parts, state, groups, phase.normaliser, phase.max_tokens)
 
 
 def _is_evaluation_due(run: Run, phase: Phase, num_done: int) -> bool:

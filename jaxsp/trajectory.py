@@ -183,12 +183,14 @@ class Trajectory:
 class Group:
     """Trajectories that share a baseline: tries at one task, or one role of one game. Any number of them.
 
-    Groups are told apart by `group_id`, which is unique within a step, never by their place in an array.
+    Groups are told apart by `group_id`, which is unique within a step, never by their place in an array. `kind` is the
+    kind of task, where a role has several and each is to have statistics of its own.
     """
 
     group_id: str
     role: str
     trajectories: tuple[Trajectory, ...]
+    kind: str = ""
 
     @property
     def rewards(self) -> np.ndarray:

@@ -219,7 +219,8 @@ def write_tiny_run(run_dir: Path, model: Path, steps: Sequence[int] = (4,), **mo
     import jax
 
     from jaxsp.checkpoint import Checkpointer
-    from jaxsp.learner.state import init_state, make_optimizer
+    from jaxsp.learner.optimizers import make_optimizer
+    from jaxsp.learner.state import init_state
     from jaxsp.mesh import make_mesh, shardings
     from jaxsp.model.decoder import logical_axes
     from jaxsp.model.source import open_model

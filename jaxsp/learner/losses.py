@@ -1,9 +1,6 @@
-"""Losses of the policy as sums over targets; whoever calls them divides by counts that are global and known before.
+"""Log-probabilities and entropies at targets, without whole logits, and their cross-entropy.
 
 Legend: R rows, L tokens, T targets, C targets of one chunk, D embedding, V vocabulary, A allowed tokens of a target.
-
-Every function takes `target_mask`, and what stands in a masked slot changes nothing: masked slots are emptied before
-any exponential, so that they may hold -inf or NaN and gradients stay finite.
 """
 
 from functools import partial
@@ -14,9 +11,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxsp.model.decoder import Params, exact_products, logits
-
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this before `exp`: e^20 already says "another distribution", e^89 overflows float32."""
 
 
 def token_logprobs(
@@ -177,130 +171,6 @@ def _write(x: Array, chunk: Array, index: Array, width: int) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(x, chunk, index * width, axis=1)
 
 
-def clipped_surrogate(
-    logprobs: Float[Array, "*rows T"],
-    old_logprobs: Float[Array, "*rows T"],
-    behaviour_logprobs: Float[Array, "*rows T"],
-    advantages: Float[Array, "*rows T"],
-    target_mask: Bool[Array, "*rows T"],
-    *,
-    clip_low: float,
-    clip_high: float,
-    importance_cap: float,
-) -> Float[Array, ""]:
-    """The sum over targets of `-w min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A)`.
-
-    `ratio = exp(logprobs - old_logprobs)` where the learner computed `old_logprobs` before any update (PPO, Schulman
-    et al. 2017, arXiv 1707.06347, equation 7; two bounds as in DAPO, arXiv 2503.14476, equation 8), and
-    `w = min(exp(old_logprobs - behaviour_logprobs), importance_cap)`, without gradient, corrects the sampler's numbers
-    against the learner's. DrGRPO (Liu et al. 2025, arXiv 2503.20783, section 3.2) divides the sum by a constant length
-    and by the number of trajectories, not by the lengths of the answers, which would favour short right ones and long
-    wrong ones; so does SPICE (arXiv 2510.24684), which uses it.
-    """
-    ratio = jnp.exp(_log_ratio(logprobs, jax.lax.stop_gradient(old_logprobs), target_mask))
-    weight = importance_weights(old_logprobs, behaviour_logprobs, target_mask, importance_cap)
-    advantages = jnp.where(target_mask, advantages, 0.0)
-    clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
-    return -jnp.sum(weight * jnp.minimum(ratio * advantages, clipped * advantages), where=target_mask)
-
-
-def importance_weights(
-    old_logprobs: Float[Array, "*rows T"],
-    behaviour_logprobs: Float[Array, "*rows T"],
-    target_mask: Bool[Array, "*rows T"],
-    importance_cap: float,
-) -> Float[Array, "*rows T"]:
-    """Token-level truncated importance weights `min(exp(old - behaviour), cap)`, without gradient; 1 where masked."""
-    log_weight = _log_ratio(old_logprobs, behaviour_logprobs, target_mask)
-    return jax.lax.stop_gradient(jnp.where(target_mask, jnp.minimum(jnp.exp(log_weight), importance_cap), 1.0))
-
-
-def k3_kl(
-    logprobs: Float[Array, "*rows T"],
-    reference_logprobs: Float[Array, "*rows T"],
-    target_mask: Bool[Array, "*rows T"],
-    weights: Float[Array, "*rows T"] | None = None,
-) -> Float[Array, ""]:
-    """The sum over targets of `exp(d) - 1 - d` with `d = reference_logprobs - logprobs` (Schulman 2020, k3).
-
-    Each is multiplied by its `weights`, where given.
-
-    On samples of the policy its mean is KL(policy || reference), at less variance than that of `-d` and never negative.
-    Its gradient in the loss, `(1 - exp(d)) grad logprobs`, is on average that of KL(reference || policy).
-    """
-    log_ratio = _log_ratio(jax.lax.stop_gradient(reference_logprobs), logprobs, target_mask)
-    divergence = jnp.exp(log_ratio) - 1 - log_ratio
-    if weights is not None:
-        divergence *= jnp.where(target_mask, weights, 0.0)
-    return jnp.sum(divergence, where=target_mask)
-
-
 def cross_entropy(logprobs: Float[Array, "*rows T"], target_mask: Bool[Array, "*rows T"]) -> Float[Array, ""]:
     """The sum over targets of `-logprobs`; its denominator is the global number of targets."""
     return -jnp.sum(jnp.where(target_mask, logprobs, 0.0))
-
-
-def policy_metrics(
-    logprobs: Float[Array, "*rows T"],
-    entropy: Float[Array, "*rows T"],
-    old_logprobs: Float[Array, "*rows T"],
-    advantages: Float[Array, "*rows T"],
-    target_mask: Bool[Array, "*rows T"],
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> dict[str, Float[Array, ""]]:
-    """Means over targets of entropy and ratio, the largest ratio, and the share of targets whose gradient is clipped.
-
-    A target is clipped where its ratio has left the bounds on the side that its advantage pushes to.
-    """
-    ratio = jnp.exp(_log_ratio(logprobs, old_logprobs, target_mask))
-    advantages = jnp.where(target_mask, advantages, 0.0)
-    is_clipped = ((ratio > 1 + clip_high) & (advantages > 0)) | ((ratio < 1 - clip_low) & (advantages < 0))
-    return {
-        "policy/entropy": _mean(entropy, target_mask),
-        "policy/ratio_mean": _mean(ratio, target_mask),
-        "policy/ratio_max": jnp.max(ratio, where=target_mask, initial=0.0),
-        "policy/clipped_frac": _mean(is_clipped.astype(jnp.float32), target_mask),
-    }
-
-
-def mismatch_metrics(
-    old_logprobs: Float[Array, "*rows T"],
-    behaviour_logprobs: Float[Array, "*rows T"],
-    target_mask: Bool[Array, "*rows T"],
-    *,
-    importance_cap: float,
-) -> dict[str, Float[Array, ""]]:
-    """How far the learner's log-probabilities are from the sampler's, of the same tokens under the same parameters.
-
-    With `d = old - behaviour`: mean and largest |d|, the estimates `k1 = mean(-d)` and `k3 = mean(exp(d) - 1 - d)` of
-    KL(sampler || learner), the correlation of the two probabilities (NaN where they do not vary), and the share of
-    importance weights that were cut.
-    """
-    log_ratio = _log_ratio(old_logprobs, behaviour_logprobs, target_mask)
-    probabilities = [jnp.exp(jnp.where(target_mask, x, 0.0)) for x in (old_logprobs, behaviour_logprobs)]
-    old, behaviour = (jnp.where(target_mask, p - _mean(p, target_mask), 0.0) for p in probabilities)
-    spread = jnp.sqrt(jnp.sum(old * old) * jnp.sum(behaviour * behaviour))
-    is_capped = jnp.exp(log_ratio) > importance_cap
-    return {
-        "mismatch/abs_mean": _mean(jnp.abs(log_ratio), target_mask),
-        "mismatch/abs_max": jnp.max(jnp.abs(log_ratio)),
-        "mismatch/k1": _mean(-log_ratio, target_mask),
-        "mismatch/k3": _mean(jnp.exp(log_ratio) - 1 - log_ratio, target_mask),
-        "mismatch/pearson": jnp.where(spread > 0, jnp.sum(old * behaviour) / jnp.where(spread > 0, spread, 1), jnp.nan),
-        "policy/importance_capped_frac": _mean(is_capped.astype(jnp.float32), target_mask),
-    }
-
-
-def _log_ratio(
-    numerator: Float[Array, "*rows T"], denominator: Float[Array, "*rows T"], target_mask: Bool[Array, "*rows T"]
-) -> Float[Array, "*rows T"]:
-    """`numerator - denominator`, clamped, 0 where masked. Both are emptied first: -inf minus -inf has no gradient."""
-    numerator, denominator = jnp.where(target_mask, numerator, 0.0), jnp.where(target_mask, denominator, 0.0)
-    return jnp.clip(numerator - denominator, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
-def _mean(x: Float[Array, "*rows T"], target_mask: Bool[Array, "*rows T"]) -> Float[Array, ""]:
-    """The mean over targets; 0 where there is none."""
-    return jnp.sum(x, where=target_mask) / jnp.maximum(jnp.sum(target_mask), 1).astype(jnp.float32)

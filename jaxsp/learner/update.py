@@ -16,14 +16,10 @@ import jax.numpy as jnp
 import optax
 
 from jaxsp.learner.batch import Batch, microbatch_lengths
-from jaxsp.learner.losses import (
-    clipped_surrogate,
-    cross_entropy,
-    k3_kl,
-    mismatch_metrics,
-    policy_metrics,
-    token_logprobs,
-)
+from jaxsp.learner.diagnostics import gradient_norms
+from jaxsp.learner.losses import cross_entropy, token_logprobs
+from jaxsp.learner.policy_loss import Anchors, PolicyLoss
+from jaxsp.learner.ratios import log_ratio, trajectory_means
 from jaxsp.learner.state import TrainState, state_shardings
 from jaxsp.model.attention import forest_attention
 from jaxsp.model.decoder import Params, abstract_params, hidden_states
@@ -51,10 +47,7 @@ def make_logprobs_fn(
     forward = _make_forward(sizes, compute_dtype, logits_chunk, remat=False)
 
     def logprobs(params: Params, batch: Batch) -> jax.Array:
-        def one_microbatch(index: jax.Array, microbatch: Batch, results: jax.Array) -> jax.Array:
-            return results.at[index].set(forward(params, microbatch)[0])
-
-        return _fold_microbatches(batch, one_microbatch, jnp.zeros(batch.target_mask.shape, jnp.float32))
+        return _all_logprobs(forward, params, batch)
 
     if param_shardings is None:
         return jax.jit(logprobs)
@@ -64,11 +57,8 @@ def make_logprobs_fn(
 def make_update(
     sizes: DecoderSizes,
     optimizer: optax.GradientTransformation,
+    policy_loss: PolicyLoss,
     *,
-    clip_low: float,
-    clip_high: float,
-    importance_cap: float,
-    kl_coef: float,
     compute_dtype: Any,
     logits_chunk: int,
     remat: bool = True,
@@ -81,8 +71,6 @@ def make_update(
     data axes) parameters, moments and gradients stay sharded.
     """
     forward = _make_forward(sizes, compute_dtype, logits_chunk, remat)
-    bounds = {"clip_low": clip_low, "clip_high": clip_high}
-    loss = _policy_loss(**bounds, importance_cap=importance_cap, kl_coef=kl_coef)
 
     def update(
         state: TrainState,
@@ -95,27 +83,21 @@ def make_update(
         """The state after one update, and scalar metrics.
 
         `old_logprobs` `[M, R, T]` are those before a step's first update; None says that this is the first, where they
-        are the current ones and need no forward pass of their own. `reference_logprobs` `[M, R, T]` are used if
-        `kl_coef` is not 0, and then the batch must have kept trajectories of advantage 0. The loss is the
-        weighted sum over targets / (num_trajectories * length_normaliser), both of the whole update.
+        are the current ones and need no forward pass of their own. With `reference_logprobs` `[M, R, T]` the divergence
+        is logged, and is in the loss if that has such a term; the batch must then have kept trajectories of advantage
+        0. The loss is the weighted sum over targets / (num_trajectories * length_normaliser), both of the whole update.
         """
         denominator = jnp.asarray(num_trajectories, jnp.float32) * jnp.asarray(length_normaliser, jnp.float32)
-        reference = reference_logprobs if kl_coef else None
-
-        def extras_of(index: jax.Array) -> Any:
-            return *_take((old_logprobs, reference), index), denominator
-
-        gradients, logprobs, entropy = _accumulate(forward, loss, state["params"], batch, extras_of)
-        old = logprobs if old_logprobs is None else old_logprobs
-        mask = batch.target_mask
+        anchors = _anchors(forward, policy_loss, state["params"], batch, old_logprobs, reference_logprobs)
+        gradients, logprobs, entropy = _accumulate(
+            forward, policy_loss, state["params"], batch, lambda index: (_take(anchors, index), denominator)
+        )
+        if anchors.old is None:
+            anchors = anchors._replace(old=logprobs)
         metrics = {
-            "policy/loss": loss(logprobs, batch, (old, reference, denominator)),
-            "policy/num_tokens": jnp.sum(mask).astype(jnp.float32),
-            **policy_metrics(logprobs, entropy, old, batch.advantages, mask, **bounds),
-            **mismatch_metrics(old, batch.behaviour_logprobs, mask, importance_cap=importance_cap),
+            "policy/loss": policy_loss(logprobs, batch, (anchors, denominator)),
+            **policy_loss.metrics(logprobs, entropy, batch, anchors),
         }
-        if reference is not None:
-            metrics["policy/kl"] = k3_kl(logprobs, reference, mask) / jnp.maximum(metrics["policy/num_tokens"], 1.0)
         return _apply(optimizer, state, gradients, metrics, param_shardings)
 
     return _jit_update(update, sizes, optimizer, param_shardings, batch_sharding, num_arrays=3, num_counts=2)
@@ -155,27 +137,37 @@ def make_warm_start_update(
     return _jit_update(update, sizes, optimizer, param_shardings, batch_sharding, num_arrays=1, num_counts=1)
 
 
-def _policy_loss(*, clip_low: float, clip_high: float, importance_cap: float, kl_coef: float) -> Loss:
-    """The surrogate and, where there are reference log-probabilities, the KL term."""
+def _anchors(
+    forward: Forward,
+    policy_loss: PolicyLoss,
+    params: Params,
+    batch: Batch,
+    old: jax.Array | None,
+    reference: jax.Array | None,
+) -> Anchors:
+    """What the loss compares with.
 
-    def loss(logprobs: jax.Array, batch: Batch, extras: Any) -> jax.Array:
-        """`extras`: old and reference log-probabilities, of which either may be None, and the denominator."""
-        old, reference, denominator = extras
-        total = clipped_surrogate(
-            logprobs,
-            jax.lax.stop_gradient(logprobs) if old is None else old,
-            batch.behaviour_logprobs,
-            batch.advantages * batch.weights,  # the surrogate is linear in the size of the advantage
-            batch.target_mask,
-            clip_low=clip_low,
-            clip_high=clip_high,
-            importance_cap=importance_cap,
-        )
-        if reference is not None:
-            total += kl_coef * k3_kl(logprobs, reference, batch.target_mask, batch.weights)
-        return total / denominator
+    What it takes of whole trajectories has a forward pass of its own, as their segments may stand in several
+    micro-batches.
+    """
+    sequence_log_ratio = importance_log_ratio = None
+    if policy_loss.is_of_sequences and old is not None:
+        current = _all_logprobs(forward, params, batch)
+        log_ratios = log_ratio(current, old, batch.target_mask)
+        sequence_log_ratio = trajectory_means(log_ratios, batch.target_sequence, batch.target_mask)
+    if policy_loss.weighs_sequences:
+        old = _all_logprobs(forward, params, batch) if old is None else old
+        importance_log_ratio = policy_loss.importance_log_ratio(old, batch)
+    return Anchors(old, reference, sequence_log_ratio, importance_log_ratio)
 
-    return loss
+
+def _all_logprobs(forward: Forward, params: Params, batch: Batch) -> jax.Array:
+    """Log-probabilities of all targets, `[M, R, T]`, 0 where masked."""
+
+    def one_microbatch(index: jax.Array, microbatch: Batch, results: jax.Array) -> jax.Array:
+        return results.at[index].set(forward(params, microbatch)[0])
+
+    return _fold_microbatches(batch, one_microbatch, jnp.zeros(batch.target_mask.shape, jnp.float32))
 
 
 def _make_forward(sizes: DecoderSizes, compute_dtype: Any, logits_chunk: int, remat: bool) -> Forward:
@@ -243,8 +235,9 @@ def _apply(
     metrics = {
         **metrics,
         "policy/grad_norm": grad_norm,
+        **gradient_norms(gradients),
         "policy/update_norm": jnp.where(is_finite, optax.tree.norm(updates), 0.0),
-        "policy/skipped": 1.0 - is_finite.astype(jnp.float32),
+        "learner/skipped_updates": 1.0 - is_finite.astype(jnp.float32),
     }
     return {**chosen, "step": state["step"] + 1}, metrics
 

@@ -33,6 +33,7 @@ class Phase:
             gradient on group advantages.
         learning_rate: a number, or a function of the number of the phase's updates so far.
         normaliser: the constant length by which a trajectory of a group is divided (DrGRPO, arXiv 2503.20783).
+        max_tokens: the most tokens that one turn of a group's trajectories may sample.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Phase:
     learning_rate: float | Callable[[Any], Any]
     play: Callable[[StepPlace], Awaitable[Played]]
     normaliser: Callable[[Group], int] = lambda group: 1
+    max_tokens: Callable[[Group], int] = lambda group: 1
 
 
 @dataclass(frozen=True)

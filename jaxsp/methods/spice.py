@@ -32,20 +32,24 @@ Departures that are off by default:
 - `spice.repetition_penalty`: questions that a document's attempts have in common pay less.
 - `spice.challenger_reward`, `spice.trains_challenger`, `spice.trains_reasoner`: other rewards and a fixed role, which
   are ablations of the paper but for `learnability_4p1mp` and a fixed reasoner.
-- `learner.schedule` = linear: a learning rate that falls to 0 at the end of self-play.
-- `learner.advantage` = group_std, `learner.kl_coef`: GRPO's advantages, a pull towards the policy at the phase's start.
+- `learner.schedule`: a learning rate that falls to 0.
+- `learner.advantage`, `learner.objective`, `learner.aggregation`, `learner.importance`, `learner.overlong`,
+  `learner.kl_coef`: other advantages and losses, a pull towards the policy at the phase's start.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import optax
 
-from jaxsp.config import LearnerConfig, RunConfig, SpiceConfig, UsageError
+from jaxsp.config import RunConfig, SpiceConfig, UsageError
 from jaxsp.envs.documents import Corpus
+from jaxsp.learner.advantages import ADVANTAGES
+from jaxsp.learner.optimizers import make_schedule
 from jaxsp.methods.phase import Method, Phase, StepPlace
 from jaxsp.rollout.collect import Played, SpiceRules, play_spice
 from jaxsp.rollout.conversations import draw_conversations, imitation_segment, read_conversations
@@ -94,6 +98,12 @@ def make_method(config: RunConfig, setting: Setting, corpus: Corpus, supervised)
         raise UsageError("spice.trains_challenger and spice.trains_reasoner are both false: nothing would be trained")
     told: set[str] = set()
     max_tokens = {"challenger": rules.challenger.max_tokens, "reasoner": rules.reasoner.max_tokens}
+    for role in sorted(trained_roles):
+        if config.learner.overlong == "penalise" and config.learner.overlong_buffer > max_tokens[role]:
+            raise UsageError(
+                f"learner.overlong_buffer = {config.learner.overlong_buffer} is more than an answer can have: "
+                f"spice.{role}_max_tokens = {max_tokens[role]}; lower the buffer"
+            )
 
     async def play(place: StepPlace) -> Played:
         """A step's play, with the groups that are trained on and the alarms that no step before has told."""
@@ -108,7 +118,10 @@ def make_method(config: RunConfig, setting: Setting, corpus: Corpus, supervised)
             on_progress=place.on_progress,
         )
         groups = tuple(group for group in played.groups if group.role in trained_roles)
-        alarms = {kind: text for kind, text in alarms_of(groups, played.metrics).items() if kind not in told}
+        is_grouped = ADVANTAGES[config.learner.advantage].pool == "group"
+        alarms = {
+            kind: text for kind, text in alarms_of(groups, played.metrics, is_grouped).items() if kind not in told
+        }
         told.update(alarms)
         return replace(played, groups=groups, alarms=tuple(alarms.values()))
 
@@ -117,9 +130,10 @@ def make_method(config: RunConfig, setting: Setting, corpus: Corpus, supervised)
             "spice",
             config.spice.num_steps,
             "reinforce",
-            _learning_rate(config.learner, config.spice.num_steps),
+            _learning_rate(config),
             play,
             lambda group: config.learner.length_normaliser or max_tokens[group.role],
+            lambda group: max_tokens[group.role],
         )
     ]
     if config.warm_start.conversations is not None and config.warm_start.num_steps:
@@ -127,16 +141,23 @@ def make_method(config: RunConfig, setting: Setting, corpus: Corpus, supervised)
     return Method(tuple(phases), corpus.state, corpus.restore)
 
 
-def _learning_rate(learner: LearnerConfig, num_steps: int) -> optax.ScalarOrSchedule:
-    """A number, or a function of the number of updates; raises `UsageError` where that is not the number of steps."""
-    if learner.schedule == "constant":
-        return learner.learning_rate
-    if learner.trajectories_per_update:
+def _learning_rate(config: RunConfig) -> float | Callable[[Any], Any]:
+    """Of self-play; raises `UsageError` where nobody knows its last update, or its warm-up leaves nothing before it."""
+    learner = config.learner
+    if learner.schedule != "constant" and learner.trajectories_per_update and learner.schedule_updates is None:
         raise UsageError(
-            f"learner.schedule = {learner.schedule} needs one update a step: set learner.trajectories_per_update to 0, "
-            "or learner.schedule to constant"
+            f"learner.schedule = {learner.schedule} ends at the last update, and with learner.trajectories_per_update "
+            f"= {learner.trajectories_per_update} a step may make several: set learner.schedule_updates"
         )
-    return optax.linear_schedule(learner.learning_rate, 0.0, num_steps)
+    num_updates = learner.schedule_updates or config.spice.num_steps
+    if learner.schedule != "constant" and learner.warmup_updates >= num_updates:
+        raise UsageError(
+            f"learner.warmup_updates = {learner.warmup_updates} must be less than the {num_updates} updates of the "
+            f"schedule (learner.schedule_updates, or else spice.num_steps)"
+        )
+    return make_schedule(
+        learner.schedule, learner.learning_rate, warmup=learner.warmup_updates, num_updates=num_updates
+    )
 
 
 def _check_held_out(config: RunConfig) -> None:
@@ -150,8 +171,11 @@ def _check_held_out(config: RunConfig) -> None:
         )
 
 
-def alarms_of(groups: Sequence[Group], metrics: dict[str, float]) -> dict[str, str]:
-    """What is wrong with a step that no single number of it shows to be an error: a text for each kind."""
+def alarms_of(groups: Sequence[Group], metrics: dict[str, float], is_grouped: bool = True) -> dict[str, str]:
+    """What is wrong with a step that no single number of it shows to be an error: a text for each kind.
+
+    `is_grouped` says that rewards are compared within their group alone.
+    """
     alarms = {
         role: f"{metrics[name]:.0%} of the {role}'s replies were cut off: raise spice.{role}_max_tokens ({name})"
         for role in ("challenger", "reasoner")
@@ -166,7 +190,7 @@ def alarms_of(groups: Sequence[Group], metrics: dict[str, float]) -> dict[str, s
             f"no attempt of the challenger was valid ({shares}); a small model needs a warm start "
             "(warm_start.conversations=embedded warm_start.num_steps=8) and spice.prompts=compact"
         )
-    if groups and all(np.ptp(group.rewards) == 0 for group in groups):
+    if is_grouped and groups and all(np.ptp(group.rewards) == 0 for group in groups):
         alarms["variance"] = "all rewards of each group are equal: nothing to learn from (learner/zero_advantage_frac)"
     return alarms
 

@@ -19,7 +19,17 @@ import pytest
 from jaxsp.cli import main
 from jaxsp.metrics import read_metrics
 from jaxsp.report import EvaluationLog
-from tests.integration.tiny_spice import assert_same_runs, episodes, in_process, metrics, resume, steps, tasks
+from tests.integration.tiny_spice import (
+    assert_same_runs,
+    episodes,
+    in_process,
+    metrics,
+    resume,
+    saved,
+    steps,
+    tasks,
+    train,
+)
 
 SETTINGS = ("warm_start.num_steps=3", "warm_start.learning_rate=1e-3", "spice.num_steps=4", "evaluation.every_steps=2")
 
@@ -136,6 +146,30 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_to_the_same_bits(
     resume(capsys, run_dir)
     assert steps(run_dir) == [6, 7]
     assert_same_runs(run_dir, whole)
+
+
+OTHER_LEARNER = (
+    "learner.objective=gspo", "learner.clip_low=0.01", "learner.clip_high=0.01", "learner.advantage=role_ema",
+    "learner.kl_coef=0.1", "learner.kl_in=reward", "learner.kl_estimator=k1", "learner.importance=sequence",
+    "learner.overlong=penalise", "learner.overlong_buffer=4", "learner.trajectories_per_update=4",
+    "learner.optimizer=muon", "learner.learning_rate=0.01", "learner.schedule=cosine", "learner.warmup_updates=1",
+    "learner.schedule_updates=12", "warm_start.conversations=null", "spice.num_steps=3", "checkpoint.every_steps=1",
+    "checkpoint.keep=3", "evaluation.questions=null", "evaluation.documents=null",
+)  # fmt: skip
+
+
+def test_a_run_with_other_objectives_goes_on_to_the_same_bits(game: Path, tmp_path: Path, capsys) -> None:
+    uninterrupted, _ = train(capsys, game, *OTHER_LEARNER, f"runs_dir={tmp_path / 'runs'}")
+    rows = read_metrics(uninterrupted)
+    assert max(row["policy/updates"] for row in rows) > 1 and all(row["policy/kl"] >= 0 for row in rows)
+    assert rows[-1]["learner/kl_penalty_mean"] != 0 and rows[-1]["learner/skipped_updates"] == 0
+    baselines = [saved(uninterrupted, step)[1]["baselines"] for step in (1, 2, 3)]
+    assert set(baselines[0]) == {"challenger", "reasoner"} and baselines[0] != baselines[1] != baselines[2]
+    run_dir = shutil.copytree(uninterrupted, tmp_path / "run")
+    for step in (2, 3):
+        shutil.rmtree(run_dir / "checkpoints" / f"step_{step:06d}")
+    resume(capsys, run_dir)
+    assert_same_runs(run_dir, uninterrupted)
 
 
 def test_a_report_is_the_table_that_the_run_printed_once_more(whole: Path, printed: io.StringIO, capsys) -> None:

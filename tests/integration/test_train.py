@@ -60,7 +60,7 @@ def test_the_warm_start_teaches_and_self_play_goes_on_from_it(first_run: Path) -
         assert row["challenger/valid_frac"] > 0 and row["sampler/num_sampled_tokens"] > 0
         assert row["time/rollout_s"] > 0 and row["time/update_s"] > 0 and row["time/sync_s"] > 0
         assert all(METRIC_NAME.fullmatch(name) for name in row if name not in ("step", "time_s"))
-        assert row["mismatch/abs_max"] < 1e-4 and row["policy/skipped"] == 0
+        assert row["mismatch/abs_max"] < 1e-4 and row["learner/skipped_updates"] == 0
     assert sum(row["policy/updates"] for row in played) == 4
     assert any(0 < row["challenger/valid_frac"] < 1 for row in played)
     assert any(row["reasoner/mixed_frac"] > 0 for row in played)
@@ -153,6 +153,7 @@ def test_at_learning_rate_0_nothing_moves_and_sampler_and_learner_agree(game: Pa
         num_updates += row["policy/updates"]
         if row["policy/updates"]:
             assert abs(row["policy/ratio_mean"] - 1) < 1e-6 and abs(row["policy/ratio_max"] - 1) < 1e-6
+            assert row["policy/first_ratio_deviation_max"] < 1e-6
             assert row["policy/clipped_frac"] == 0 and row["policy/importance_capped_frac"] == 0
             # The largest is that of an improbable token, whose logits are far apart.
             assert row["mismatch/abs_mean"] < 1e-6 and row["mismatch/abs_max"] < 3e-5

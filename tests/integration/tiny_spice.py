@@ -21,7 +21,7 @@ from jaxsp.checkpoint import Checkpointer
 from jaxsp.cli import main
 from jaxsp.config import RunConfig
 from jaxsp.inference import read_run_config
-from jaxsp.learner.state import make_optimizer
+from jaxsp.learner.optimizers import make_optimizer
 from jaxsp.mesh import make_mesh, shardings
 from jaxsp.metrics import EpisodeLog, read_metrics
 from jaxsp.model.decoder import logical_axes
@@ -152,9 +152,10 @@ def saved(run_dir: Path, step: int | None = None) -> tuple[dict[str, np.ndarray]
     with Checkpointer(run_dir / "checkpoints", is_read_only=True) as checkpointer:
         step = checkpointer.steps()[-1] if step is None else step
         is_self_play = step > _num_warm_start_steps(config)
-        learning_rate = config.learner.learning_rate if is_self_play else lambda count: 0.0 * count
+        has_number = is_self_play and config.learner.schedule == "constant" and not config.learner.warmup_updates
+        learning_rate = config.learner.learning_rate if has_number else lambda count: 0.0 * count
         has_reference = is_self_play and config.learner.kl_coef > 0
-        optimizer = make_optimizer(learning_rate)
+        optimizer = make_optimizer(learning_rate, config.learner.optimizer)
         tree, manifest = checkpointer.restore(step, abstract_arrays(sizes, optimizer, placed, has_reference))
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}, manifest

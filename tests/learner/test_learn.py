@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +13,15 @@ from learner_cases import SIZES, full_logprobs, segment, tiny_params
 
 from jaxsp.learner.batch import Batch
 from jaxsp.learner.learn import Packing, PolicyGradient, deal_out, imitate, over_updates, reinforce
+from jaxsp.learner.policy_loss import PolicyLoss
 from jaxsp.learner.state import init_state
 from jaxsp.learner.update import make_logprobs_fn, make_update, make_warm_start_update
-from jaxsp.trajectory import Group, Segment, Trajectory
+from jaxsp.trajectory import Group, Segment, Trajectory, Turn
 
 DESCENT = optax.sgd(1.0)  # parameters show the gradient
 PACKING = Packing(row_tokens=32, rows_per_microbatch=1)
 KL_COEF = 0.5
+LOSS = PolicyLoss(clip_low=0.2, clip_high=0.2, importance_cap=2.0, kl_coef=KL_COEF)
 COMPUTE = {"compute_dtype": jnp.float32, "logits_chunk": 64}
 LENGTHS = {"challenger": 8, "reasoner": 2}
 
@@ -29,7 +32,7 @@ def length_of(group: Group) -> int:
 
 @pytest.fixture(scope="module")
 def update():
-    return make_update(SIZES, DESCENT, clip_low=0.2, clip_high=0.2, importance_cap=2.0, kl_coef=KL_COEF, **COMPUTE)
+    return make_update(SIZES, DESCENT, LOSS, **COMPUTE)
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +166,7 @@ def test_updates_of_a_step_share_the_log_probabilities_before_the_first(parts) -
     # Recomputed before the second update, they would make its ratios 1 and its mismatch with the sampler large.
     assert abs(ratios[0] - 1) < 1e-5 and ratios[1] > 1.05
     np.testing.assert_allclose(metrics["policy/ratio_max"], max(ratios), rtol=1e-6)
+    assert metrics["policy/first_ratio_deviation_max"] < 1e-5 < metrics["policy/ratio_deviation_max"]
     assert metrics["mismatch/abs_max"] < 1e-5
 
 
@@ -229,6 +233,7 @@ def test_metrics_of_several_updates_keep_maxima_and_weigh_means_over_targets() -
     # Anything else that is not a number shows.
     assert np.isnan(over_updates([rows[0], rows[1] | {"policy/entropy": nan}])["policy/entropy"])
     assert over_updates([]) == {}
+    assert over_updates([{**rows[0], "learner/skipped_updates": 1.0}] * 3)["learner/skipped_updates"] == 3
 
 
 def test_a_trajectory_without_a_reward_is_dropped_and_counted(parts) -> None:
@@ -274,3 +279,85 @@ def test_a_trajectory_too_long_for_a_row_is_one_message(parts) -> None:
     groups = [Group("task", "reasoner", tuple(Trajectory("reasoner", (segment([1] * 40, 2),), r) for r in (0.0, 1.0)))]
     with pytest.raises(UserError, match=r"40 tokens .* learner\.row_tokens is 32; raise it to at least 40"):
         reinforce(parts, init_state(tiny_params(), DESCENT), groups, length_of)
+
+
+def test_moving_baselines_are_read_then_moved_by_each_step(parts) -> None:
+    baselines = {"reasoner": 0.5}
+    parts = replace(parts, advantage="role_ema", ema_decay=0.75, baselines=baselines)
+    _, metrics = reinforce(parts, init_state(tiny_params(), DESCENT), two_roles((1, 1, 1, 0)), length_of)
+    # The challenger's baseline was 0: its advantages are 1 and 1.
+    np.testing.assert_allclose(metrics["policy/loss"], -((3 + 1) / 8 + (0.5 * 2 - 0.5 * 4) / 2) / 4, atol=1e-6)
+    assert baselines == {"challenger": 0.25, "reasoner": 0.5}
+    assert metrics["learner/baseline_challenger"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "by_hand"),
+    [
+        # Advantages are half a point each way; 3, 1, 2 and 4 targets.
+        ("sequence_mean", 0.0),
+        ("token_mean", -(0.5 * 3 - 0.5 * 1 + 0.5 * 2 - 0.5 * 4) / 10),
+    ],
+)
+def test_the_loss_of_other_aggregations_by_hand(parts, aggregation: str, by_hand: float) -> None:
+    parts = replace(parts, aggregation=aggregation)
+    _, metrics = reinforce(parts, init_state(tiny_params(), DESCENT), two_roles(), length_of)
+    np.testing.assert_allclose(metrics["policy/loss"], by_hand, atol=1e-6)
+    _, metrics = reinforce(parts, init_state(tiny_params(), DESCENT), two_roles((1, 1, 1, 0)), length_of)
+    without_challenger = {"sequence_mean": 0.0, "token_mean": -(0.5 * 2 - 0.5 * 4) / 10}  # its targets count
+    np.testing.assert_allclose(metrics["policy/loss"], without_challenger[aggregation], atol=1e-6)
+
+
+@pytest.mark.parametrize("per_update", [0, 2])
+def test_a_divergence_in_the_reward_is_taken_from_it_before_the_baseline(parts, per_update: int) -> None:
+    groups, reference = two_roles(), jax.tree.map(lambda x: 0.9 * x, tiny_params())
+    update = make_update(SIZES, DESCENT, replace(LOSS, kl_coef=0.0), **COMPUTE)
+    parts = replace(
+        with_reference(parts, reference),
+        update=update,
+        kl_reward_coef=0.25,
+        kl_estimator="k1",
+        trajectories_per_update=per_update,
+    )
+    _, metrics = reinforce(parts, init_state(tiny_params(), DESCENT), groups, length_of)
+    own, other = (full_logprobs(SIZES, params, segments_of(groups)) for params in (tiny_params(), reference))
+    k1 = np.asarray(jnp.sum(own - other, axis=1), np.float64)
+    first, second, third, fourth = np.array([1, 0, 1, 0]) - 0.25 * np.array([k1[0] + k1[1], k1[2], k1[3], k1[4]])
+    by_hand = -((first - second) / 2 * (3 - 1) / 8 + (third - fourth) / 2 * (2 - 4) / 2) / 4
+    if not per_update:  # later updates have moved
+        np.testing.assert_allclose(metrics["policy/loss"], by_hand, atol=1e-6)
+    np.testing.assert_allclose(metrics["learner/kl_penalty_mean"], 0.25 * k1.sum() / 4, rtol=1e-5)
+    assert metrics["policy/updates"] == (2 if per_update else 1) and metrics["policy/kl"] > 0
+    assert abs(by_hand - 0.09375) > 1e-3, "the divergence decides something"
+
+
+def with_turns(groups: Sequence[Group], cut_off: int) -> list[Group]:
+    """The groups with what was sampled as turns; trajectory number `cut_off` ends at its token limit."""
+    number, changed = 0, []
+    for group in groups:
+        trajectories = []
+        for one in group.trajectories:
+            end = "length" if number == cut_off else "stop"
+            made = [replace(x, turns=(Turn("sampled", 2, len(x.tokens), end, 0),)) for x in one.segments]
+            trajectories.append(replace(one, segments=tuple(made)))
+            number += 1
+        changed.append(replace(group, trajectories=tuple(trajectories)))
+    return changed
+
+
+def test_a_masked_trajectory_leaves_the_loss_and_stays_in_the_baseline(parts) -> None:
+    groups = with_turns(two_roles(), cut_off=3)
+    _, metrics = reinforce(replace(parts, overlong="mask"), init_state(tiny_params(), DESCENT), groups, length_of)
+    # Its group's other trajectory has half a point still; three trajectories are left.
+    np.testing.assert_allclose(metrics["policy/loss"], -((0.5 * 3 - 0.5 * 1) / 8 + 0.5 * 2 / 2) / 3, atol=1e-6)
+    assert metrics["learner/overlong_left_out_frac"] == 0.25 and metrics["learner/dropped"] == 0
+    assert metrics["policy/num_tokens"] == 6
+
+
+def test_an_overlong_penalty_is_taken_from_the_reward_before_the_baseline(parts) -> None:
+    groups = with_turns(two_roles(), cut_off=0)
+    parts = replace(parts, overlong="penalise", overlong_buffer=2)
+    _, metrics = reinforce(parts, init_state(tiny_params(), DESCENT), groups, length_of, lambda group: 4)
+    # The longest turns have 2, 1, 2 and 4 tokens: the last one loses a point, and has -1 against 1.
+    np.testing.assert_allclose(metrics["policy/loss"], -((0.5 * 3 - 0.5 * 1) / 8 + (2 - 4) / 2) / 4, atol=1e-6)
+    assert metrics["learner/overlong_penalty_mean"] == 0.25

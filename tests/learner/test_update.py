@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -8,23 +9,17 @@ import pytest
 from learner_cases import SIZES, full_logprobs, random_items, reinforce_loss, segment, tiny_params
 
 from jaxsp.learner.batch import make_batch
-from jaxsp.learner.state import decay_mask, init_state, make_optimizer
+from jaxsp.learner.objectives import OBJECTIVES
+from jaxsp.learner.optimizers import make_optimizer
+from jaxsp.learner.policy_loss import PolicyLoss
+from jaxsp.learner.state import init_state
 from jaxsp.learner.update import make_logprobs_fn, make_update, make_warm_start_update
-from jaxsp.model.decoder import abstract_params
 
 NORMALISER = 16.0
 DESCENT = optax.sgd(1.0)  # parameters show the gradient
 ADAM = make_optimizer(optax.join_schedules([lambda _: 0.0, lambda _: 0.1], [2]), weight_decay=0.1)
-update_maker = partial(
-    make_update,
-    SIZES,
-    clip_low=0.2,
-    clip_high=0.2,
-    importance_cap=2.0,
-    kl_coef=0.0,
-    compute_dtype=jnp.float32,
-    logits_chunk=16,
-)
+LOSS = PolicyLoss(clip_low=0.2, clip_high=0.2, importance_cap=2.0, kl_coef=0.0)
+update_maker = partial(make_update, SIZES, compute_dtype=jnp.float32, logits_chunk=16)
 
 
 def assert_trees_close(found, expected, atol):
@@ -38,12 +33,12 @@ def logprobs_fn():
 
 @pytest.fixture(scope="module")
 def descent_update():
-    return update_maker(DESCENT)
+    return update_maker(DESCENT, LOSS)
 
 
 @pytest.fixture(scope="module")
 def adam_update():
-    return update_maker(ADAM)
+    return update_maker(ADAM, LOSS)
 
 
 def gradients_of(update, items, *, row_tokens=64, rows_per_microbatch=1, old=None):
@@ -197,7 +192,7 @@ def test_the_kl_term_adds_the_gradient_of_k3_over_the_same_denominator(logprobs_
         return jnp.sum(jnp.exp(d) - 1 - d)  # 0 where not a target
 
     value, gradient = jax.jit(k3_sum)(tiny_params())
-    update = update_maker(DESCENT, kl_coef=0.5)
+    update = update_maker(DESCENT, replace(LOSS, kl_coef=0.5))
     batch, stats = make_batch(items, row_tokens=64, rows_per_microbatch=1, keep_zero=True)
     reference = logprobs_fn(anchor, batch)
     state, metrics = update(init_state(tiny_params(), DESCENT), batch, None, reference, len(items), NORMALISER)
@@ -211,11 +206,11 @@ def test_an_update_with_gradients_that_are_not_finite_is_left_out_and_counted(ad
     batch, stats = make_batch(random_items(), row_tokens=64, rows_per_microbatch=1)
     old = logprobs_fn(tiny_params(), batch)
     state, metrics = adam_update(init_state(tiny_params(), ADAM), batch, old, None, stats.num_trajectories, 16.0)
-    assert metrics["policy/skipped"] == 0
+    assert metrics["learner/skipped_updates"] == 0
     before = jax.tree.map(np.array, state)
     batch.advantages[0, 0, 0] = np.inf
     state, metrics = adam_update(state, batch, old, None, stats.num_trajectories, 16.0)
-    assert metrics["policy/skipped"] == 1 and metrics["policy/update_norm"] == 0
+    assert metrics["learner/skipped_updates"] == 1 and metrics["policy/update_norm"] == 0
     jax.tree.map(np.testing.assert_array_equal, state["params"], before["params"])
     jax.tree.map(np.testing.assert_array_equal, state["opt_state"], before["opt_state"])
     assert state["step"] == 2
@@ -230,44 +225,7 @@ def test_at_learning_rate_zero_nothing_moves_and_ratios_stay_one(adam_update, lo
         assert abs(metrics["policy/ratio_max"] - 1) < 1e-6 and metrics["policy/clipped_frac"] == 0
     jax.tree.map(np.testing.assert_array_equal, state["params"], tiny_params())
     state, metrics = adam_update(state, batch, old, None, stats.num_trajectories, 16.0)
-    assert metrics["policy/update_norm"] > 0 and metrics["policy/skipped"] == 0
-
-
-def test_norms_and_biases_do_not_decay():
-    kernel, vector = np.ones((2, 3, 4), np.float32), np.ones((2, 3), np.float32)
-    params = {
-        "embed": vector,
-        "final_norm": {"scale": vector[0]},
-        "layers": {"q": {"kernel": kernel, "bias": vector}, "mlp_norm": {"scale": vector}},
-    }
-    decays = {
-        "embed": True,
-        "final_norm": {"scale": False},
-        "layers": {"q": {"kernel": True, "bias": False}, "mlp_norm": {"scale": False}},
-    }
-    assert decay_mask(params) == decays
-    assert jax.tree.structure(decay_mask(abstract_params(SIZES))) == jax.tree.structure(abstract_params(SIZES))
-    optimizer = make_optimizer(0.1, weight_decay=0.5)
-
-    @jax.jit
-    def decayed(params):
-        updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
-        return optax.apply_updates(params, updates)
-
-    jax.tree.map(
-        lambda x, is_decayed: np.testing.assert_allclose(x, 0.95 if is_decayed else 1), decayed(params), decays
-    )
-
-
-def test_gradients_are_clipped_by_their_global_norm():
-    gradients = {"x": jnp.array([3.0, 4.0])}
-    # Adam forgets a common scale, so compare the first moments: (1 - beta1) times the clipped gradient
-    optimizer = make_optimizer(0.1, beta1=0.9, max_grad_norm=0.5)
-    _, state = optimizer.update(gradients, optimizer.init(gradients), gradients)
-    np.testing.assert_allclose(optax.tree.get(state, "mu")["x"], [0.03, 0.04], rtol=1e-5)
-    unclipped = make_optimizer(0.1, max_grad_norm=None)
-    _, state = unclipped.update(gradients, unclipped.init(gradients), gradients)
-    np.testing.assert_allclose(optax.tree.get(state, "mu")["x"], [0.3, 0.4], rtol=1e-5)
+    assert metrics["policy/update_norm"] > 0 and metrics["learner/skipped_updates"] == 0
 
 
 def test_varied_batches_of_a_bucket_share_one_program(adam_update, logprobs_fn):
@@ -284,7 +242,7 @@ def test_varied_batches_of_a_bucket_share_one_program(adam_update, logprobs_fn):
 def test_a_batch_without_targets_moves_nothing(descent_update):
     gradients, metrics = gradients_of(descent_update, [(segment([1, 2], 1), 0.0)])
     assert all((x == 0).all() for x in jax.tree.leaves(gradients))
-    assert metrics["policy/loss"] == 0 and metrics["policy/skipped"] == 0
+    assert metrics["policy/loss"] == 0 and metrics["learner/skipped_updates"] == 0
 
 
 def test_warm_start_divides_by_the_global_number_of_targets_and_learns():
@@ -304,7 +262,114 @@ def test_warm_start_divides_by_the_global_number_of_targets_and_learns():
 
 
 def test_bfloat16_compute_stays_near_float32(reinforce_gradient):
-    update = update_maker(DESCENT, compute_dtype=jnp.bfloat16)
+    update = update_maker(DESCENT, LOSS, compute_dtype=jnp.bfloat16)
     gradients, _ = gradients_of(update, random_items())
     own, other = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(g)]) for g in (gradients, reinforce_gradient))
     assert own @ other / np.sqrt((own @ own) * (other @ other)) > 0.99
+
+
+def later_gradient(loss, batch, params):
+    """What one SGD step of `loss` takes away from `params`, old log-probabilities being those of `tiny_params`."""
+    old = make_logprobs_fn(SIZES, compute_dtype=jnp.float32, logits_chunk=16)(tiny_params(), batch)
+    state, metrics = update_maker(DESCENT, loss)(init_state(params, DESCENT), batch, old, None, 5, NORMALISER)
+    return state["params"], metrics
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_after_a_move_every_objective_packed_is_the_plain_formula_over_separate_rows(objective):
+    # Trajectories of two segments, packed so that these stand in different micro-batches, and one row for each.
+    items = random_items()
+    ids = [number % 5 for number in range(len(items))]
+    items = [(made, items[number][1]) for (made, _), number in zip(items, ids, strict=True)]
+    loss = replace(LOSS, objective=objective, clip_low=0.02, clip_high=0.03)
+    moved = jax.tree.map(lambda x: 1.03 * x, tiny_params())
+    segments = [made for made, _ in items]
+    old = full_logprobs(SIZES, tiny_params(), segments)
+    mask = np.stack([np.pad(made.loss_mask, (0, old.shape[1] - len(made.tokens))) for made in segments])
+    behaviour = np.stack([np.pad(x.behaviour_logprobs, (0, old.shape[1] - len(x.tokens))) for x in segments])
+    advantages = jnp.asarray([[advantage] for _, advantage in items])
+    weights = jnp.minimum(jnp.exp(old - behaviour), 2.0) * mask
+
+    def plain(params):
+        logprobs = full_logprobs(SIZES, params, segments)
+        ratio = jnp.exp(logprobs - old)
+        if objective == "gspo":
+            own = jnp.asarray(ids)[:, None] == jnp.asarray(ids)
+            means = own @ jnp.sum(logprobs - old, axis=1) / (own @ mask.sum(1))
+            ratio = jnp.exp(means)[:, None] * jnp.ones(old.shape)
+            # Each target's share of the gradient of its trajectory's mean
+            ratio = jax.lax.stop_gradient(ratio) * jnp.exp(logprobs - jax.lax.stop_gradient(logprobs))
+        clipped = jnp.clip(ratio, 0.98, 1.03)
+        terms = jnp.minimum(ratio * advantages, clipped * advantages)
+        if objective == "cispo":
+            terms = jax.lax.stop_gradient(clipped) * advantages * logprobs
+        return -jnp.sum(weights * terms) / (5 * NORMALISER)
+
+    value, gradient = jax.jit(jax.value_and_grad(plain))(moved)
+    expected = jax.tree.map(lambda x, g: np.asarray(x) - np.asarray(g), moved, gradient)
+    for row_tokens, rows in ((64, 1), (20, 1), (20, 2)):
+        batch, stats = make_batch(items, row_tokens=row_tokens, rows_per_microbatch=rows, trajectory_ids=ids)
+        assert stats.num_trajectories == 5
+        params, metrics = later_gradient(loss, batch, jax.tree.map(jnp.copy, moved))
+        assert_trees_close(params, expected, 1e-6)
+        np.testing.assert_allclose(metrics["policy/loss"], value, atol=1e-6)
+        assert 0 < metrics["policy/clipped_frac"] < 1
+
+
+def test_importance_weights_of_sequences_see_whole_trajectories_however_they_are_packed(logprobs_fn):
+    items = random_items()
+    ids = [number % 5 for number in range(len(items))]
+    segments = [made for made, _ in items]
+    logprobs = np.asarray(full_logprobs(SIZES, tiny_params(), segments))
+    for made, own in zip(segments, logprobs, strict=True):  # ratios that are not all cut
+        made.behaviour_logprobs[made.loss_mask] = own[: len(made.tokens)][made.loss_mask] + 0.1
+    segments[1].behaviour_logprobs[segments[1].loss_mask] -= 5.0
+    sums = np.array([sum((own[: len(made.tokens)] - made.behaviour_logprobs)[made.loss_mask].sum()
+                         for made, own, number in zip(segments, logprobs, ids, strict=True) if number == wanted)
+                     for wanted in range(5)])  # fmt: skip
+    weights = np.minimum(np.exp(sums), 2.0)
+    assert 0 < (weights == 2.0).sum() < 5
+    advantages = jnp.asarray([[advantage * weights[number]] for (_, advantage), number in zip(items, ids, strict=True)])
+
+    def plain(params):
+        return -jnp.sum(advantages * full_logprobs(SIZES, params, segments)) / (5 * NORMALISER)
+
+    expected = jax.jit(jax.grad(plain))(tiny_params())
+    update = update_maker(DESCENT, replace(LOSS, importance="sequence"))
+    for row_tokens, rows in ((64, 1), (20, 1)):
+        batch, _ = make_batch(items, row_tokens=row_tokens, rows_per_microbatch=rows, trajectory_ids=ids)
+        for old in (None, logprobs_fn(tiny_params(), batch)):
+            state, metrics = update(init_state(tiny_params(), DESCENT), batch, old, None, 5, NORMALISER)
+            assert_trees_close(difference(tiny_params(), state["params"]), expected, 1e-6)
+            assert 0 < metrics["policy/importance_capped_frac"] < 1
+
+
+def test_gradient_norms_of_the_parts_are_those_of_their_parameters(whole):
+    gradients, metrics = whole
+    layers = gradients["layers"]
+    parts = {
+        "embed": gradients["embed"],
+        "attention": [layers[name] for name in "qkvo"],
+        "mlp": [layers[name] for name in ("gate", "up", "down")],
+        "norms": [gradients["final_norm"], *(layers[name] for name in layers if name.endswith("norm"))],
+    }
+    names = {name for name in metrics if name.startswith("policy/grad_norm_")}
+    assert names == {f"policy/grad_norm_{part}" for part in parts}
+    for part, tree in parts.items():
+        np.testing.assert_allclose(metrics[f"policy/grad_norm_{part}"], optax.tree.norm(tree), rtol=1e-3, err_msg=part)
+    total = sum(float(metrics[name]) ** 2 for name in names)
+    np.testing.assert_allclose(total, float(metrics["policy/grad_norm"]) ** 2, rtol=1e-5)
+
+
+def test_effective_tokens_are_those_that_the_objective_pulls_at(descent_update, whole, logprobs_fn):
+    items = random_items()
+    assert whole[1]["policy/effective_tokens"] == whole[1]["policy/num_tokens"]
+    batch, _ = make_batch([(made, 0.0 if number == 3 else advantage) for number, (made, advantage) in enumerate(items)],
+                          row_tokens=64, rows_per_microbatch=1, keep_zero=True)  # fmt: skip
+    old = logprobs_fn(tiny_params(), batch)
+    moved = jax.tree.map(lambda x: 1.1 * x, tiny_params())
+    ratio = np.exp(np.asarray(logprobs_fn(moved, batch)) - np.asarray(old))
+    is_clipped = ((ratio > 1.2) & (batch.advantages > 0)) | ((ratio < 0.8) & (batch.advantages < 0))
+    expected = (batch.target_mask & (batch.advantages != 0) & ~is_clipped).sum()
+    _, metrics = descent_update(init_state(moved, DESCENT), batch, old, None, len(items), NORMALISER)
+    assert metrics["policy/effective_tokens"] == expected < metrics["policy/num_tokens"] - items[3][0].loss_mask.sum()

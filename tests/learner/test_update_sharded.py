@@ -9,7 +9,9 @@ PROGRAM = """
 import jax, numpy as np, jax.numpy as jnp
 from learner_cases import SIZES, random_items, tiny_params
 from jaxsp.learner.batch import make_batch
-from jaxsp.learner.state import init_state, make_optimizer
+from jaxsp.learner.optimizers import make_optimizer
+from jaxsp.learner.policy_loss import PolicyLoss
+from jaxsp.learner.state import init_state
 from jaxsp.learner.update import make_logprobs_fn, make_update
 from jaxsp.mesh import make_mesh, partition_spec, shardings
 from jaxsp.model.decoder import logical_axes
@@ -18,27 +20,29 @@ assert jax.device_count() == 8
 mesh = make_mesh(2, 2, 1, 1, 2)
 param_shardings = shardings(mesh, logical_axes(SIZES))
 rows = jax.sharding.NamedSharding(mesh, partition_spec((None, "batch")))
-optimizer = make_optimizer(1e-3)
+adamw, muon = make_optimizer(1e-3), make_optimizer(1e-3, "muon")
 batch, stats = make_batch(random_items(num_groups=6), row_tokens=64, rows_per_microbatch=1, row_multiple=4)
 assert stats.num_rows > 2
 
-def run(**placement):
+def run(loss, optimizer, **placement):
     common = dict(compute_dtype=jnp.float32, logits_chunk=32, **placement)
     old = make_logprobs_fn(SIZES, **common)(tiny_params(), batch)
-    update = make_update(
-        SIZES, optimizer, clip_low=0.2, clip_high=0.2, importance_cap=2.0, kl_coef=0.1, **common
-    )
+    update = make_update(SIZES, optimizer, loss, **common)
     state = init_state(tiny_params(), optimizer, placement.get("param_shardings"))
     reference = np.asarray(old) - 0.1
     for _ in range(2):
         state, metrics = update(state, batch, old, reference, stats.num_trajectories, 16.0)
     return np.asarray(old), state, metrics
 
-old, state, metrics = run()
-sharded_old, sharded_state, sharded_metrics = run(param_shardings=param_shardings, batch_sharding=rows)
-np.testing.assert_allclose(sharded_old, old, atol=1e-5)
-jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), sharded_metrics, metrics)
-jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), sharded_state, state)
+sequences = PolicyLoss(clip_low=3e-4, clip_high=4e-4, importance_cap=2.0, kl_coef=0.1, objective="gspo")
+tokens = PolicyLoss(clip_low=0.2, clip_high=0.2, importance_cap=2.0, kl_coef=0.1)
+for loss, optimizer in ((sequences, muon), (tokens, adamw)):
+    old, state, metrics = run(loss, optimizer)
+    placement = dict(param_shardings=param_shardings, batch_sharding=rows)
+    sharded_old, sharded_state, sharded_metrics = run(loss, optimizer, **placement)
+    np.testing.assert_allclose(sharded_old, old, atol=1e-5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), sharded_metrics, metrics)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), sharded_state, state)
 
 mu = sharded_state["opt_state"][1][0].mu
 for tree in (sharded_state["params"], mu):

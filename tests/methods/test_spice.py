@@ -61,8 +61,10 @@ def test_the_learning_rate_stays_or_falls_in_a_line_to_nothing_at_the_last_step(
     assert learning_rate(8) == 4e-5
     falling = learning_rate(8, schedule="linear")
     np.testing.assert_allclose([falling(n) for n in (0, 2, 6, 7, 8)], [4e-5, 3e-5, 1e-5, 5e-6, 0.0], rtol=1e-6)
-    with pytest.raises(UsageError, match=r"learner\.schedule = linear needs one update a step"):
+    with pytest.raises(UsageError, match=r"learner\.trajectories_per_update = 4 .* set learner\.schedule_updates"):
         learning_rate(8, schedule="linear", trajectories_per_update=4)
+    falling = learning_rate(8, schedule="linear", trajectories_per_update=4, schedule_updates=16)
+    np.testing.assert_allclose([falling(n) for n in (0, 4, 16)], [4e-5, 3e-5, 0.0], rtol=1e-6)
 
 
 def test_a_role_that_is_not_trained_gives_no_groups_and_uses_no_task(tmp_path: Path) -> None:
@@ -94,6 +96,7 @@ def test_alarms_are_for_replies_that_are_nearly_all_cut_off_and_for_rewards_with
     }  # fmt: skip
     assert alarms_of([group(1, 1), group(0, 1)], fine) == {} and alarms_of([], fine) == {}
     assert list(alarms_of([group(1, 1), group(0, 0)], fine)) == ["variance"]
+    assert alarms_of([group(1, 1), group(0, 0)], fine, is_grouped=False) == {}, "rewards of groups are compared"
     for role in ("challenger", "reasoner"):
         alarms = alarms_of([group(0, 1)], {**fine, f"{role}/truncated_frac": 0.95})
         assert list(alarms) == [role] and f"spice.{role}_max_tokens" in alarms[role] and "95%" in alarms[role]
@@ -116,3 +119,22 @@ def test_the_corpus_that_is_trained_on_is_not_held_out(tmp_path: Path) -> None:
         config, corpus=CorpusConfig("embedded"), evaluation=EvaluationConfig(documents="embedded")
     )
     make_method(embedded, setting, corpus, None)  # of the packaged corpus other documents are held out
+
+
+@pytest.mark.parametrize(
+    ("learner", "message"),
+    [
+        (
+            {"overlong": "penalise", "overlong_buffer": 1025},
+            r"^learner\.overlong_buffer = 1025 .* spice\.challenger_max_tokens = 1024",
+        ),
+        ({"schedule": "linear", "warmup_updates": 640}, r"^learner\.warmup_updates = 640 must be less than the 640"),
+        ({"schedule": "cosine", "warmup_updates": 9, "schedule_updates": 9}, r"must be less than the 9 updates"),
+    ],
+)
+def test_settings_of_the_learner_that_do_not_fit_the_game_are_named(learner, message: str) -> None:
+    corpus = open_corpus("embedded", seed=0, max_segment_tokens=99, encode=str.split)  # pyright: ignore[reportArgumentType]
+    setting = make_setting(ScriptedGenerate(lambda prompt, seed: ""))
+    config = RunConfig(model=ModelConfig("none"), learner=LearnerConfig(**learner))
+    with pytest.raises(UsageError, match=message):
+        make_method(config, setting, corpus, None)
