@@ -90,15 +90,15 @@ class SamplerConfig:
 
 @dataclass(frozen=True)
 class LearnerConfig:
+    learning_rate: float = 1e-6
+    """The highest in self-play; `beta1` and `beta2` are AdamW's. Norms and biases have no `weight_decay`."""
     optimizer: Literal["adamw", "adafactor", "muon"] = "adamw"
     """In every phase. `adafactor` keeps a row and a column of second moments for a matrix, and no first ones; `muon` is
     for the kernels of layers, beside AdamW for everything else. All take rates of AdamW's size."""
-    learning_rate: float = 1e-6
-    """The highest in self-play; `beta1` and `beta2` are AdamW's. Norms and biases have no `weight_decay`."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: the same, or falling to 0 at update number `schedule_updates`, straight or by a cosine."""
     schedule_updates: int | None = None
-    """Counted from the start of self-play; null: its number of steps, where each makes one update
+    """Counted from the start of self-play; null: its number of steps, where these make one update each
     (`trajectories_per_update` = 0)."""
     warmup_updates: int = 0
     """Updates in which the rate rises from 0, linearly."""

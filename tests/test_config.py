@@ -75,7 +75,7 @@ def test_a_config_cannot_be_changed(path: Path) -> None:
         ("spice.num_steps=2.5", "2.5"),
         ("spice.trains_reasoner=7.5", "7.5"),
         ("model.renderer=qwen", "qwen"),
-        ("learner=3", r"learner holds fields of its own.*learner\.optimizer.*not 3"),
+        ("learner=3", r"learner holds fields of its own.*learner\.learning_rate.*not 3"),
         ("spice.num_steps", "not of the form a.b=c"),
         ("checkpoint.every_steps=0", r"checkpoint\.every_steps = 0 must be at least 1"),
         ("checkpoint.keep=0", r"checkpoint\.keep = 0 must be at least 1"),

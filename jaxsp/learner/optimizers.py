@@ -140,9 +140,11 @@ def make_schedule(kind: str, peak: float, *, warmup: int, num_updates: int) -> f
     if kind == "constant" and not warmup:
         return peak
     later = SCHEDULES[kind](peak, max(num_updates - warmup, 1))
+    if not warmup:
+        return later
 
     def rate(count: Any) -> Any:
-        rising = peak * (count + 1) / max(warmup, 1)
-        return jnp.where(count < warmup, rising, later(count - warmup))
+        """The warm-up's or, after it, the schedule's."""
+        return jnp.where(count < warmup, peak * (count + 1) / warmup, later(count - warmup))
 
     return rate

@@ -32,7 +32,8 @@ Departures that are off by default:
 - `spice.repetition_penalty`: questions that a document's attempts have in common pay less.
 - `spice.challenger_reward`, `spice.trains_challenger`, `spice.trains_reasoner`: other rewards and a fixed role, which
   are ablations of the paper but for `learnability_4p1mp` and a fixed reasoner.
-- `learner.schedule`: a learning rate that falls to 0.
+- `learner.schedule`, `learner.warmup_updates`: a learning rate that rises at first, and falls to 0 at the end.
+- `learner.optimizer`: another than AdamW.
 - `learner.advantage`, `learner.objective`, `learner.aggregation`, `learner.importance`, `learner.overlong`,
   `learner.kl_coef`: other advantages and losses, a pull towards the policy at the phase's start.
 """
@@ -46,7 +47,7 @@ from typing import Any
 import numpy as np
 import optax
 
-from jaxsp.config import RunConfig, SpiceConfig, UsageError
+from jaxsp.config import LearnerConfig, RunConfig, SpiceConfig, UsageError
 from jaxsp.envs.documents import Corpus
 from jaxsp.learner.advantages import ADVANTAGES
 from jaxsp.learner.optimizers import make_schedule
@@ -130,7 +131,7 @@ def make_method(config: RunConfig, setting: Setting, corpus: Corpus, supervised)
             "spice",
             config.spice.num_steps,
             "reinforce",
-            _learning_rate(config),
+            _learning_rate(config.learner, config.spice.num_steps),
             play,
             lambda group: config.learner.length_normaliser or max_tokens[group.role],
             lambda group: max_tokens[group.role],
@@ -141,19 +142,21 @@ def make_method(config: RunConfig, setting: Setting, corpus: Corpus, supervised)
     return Method(tuple(phases), corpus.state, corpus.restore)
 
 
-def _learning_rate(config: RunConfig) -> float | Callable[[Any], Any]:
-    """Of self-play; raises `UsageError` where nobody knows its last update, or its warm-up leaves nothing before it."""
-    learner = config.learner
+def _learning_rate(learner: LearnerConfig, num_steps: int) -> float | Callable[[Any], Any]:
+    """A number, or a function of the number of updates; raises `UsageError` where that is not the number of steps.
+
+    So it does where the warm-up leaves nothing to the schedule.
+    """
     if learner.schedule != "constant" and learner.trajectories_per_update and learner.schedule_updates is None:
         raise UsageError(
-            f"learner.schedule = {learner.schedule} ends at the last update, and with learner.trajectories_per_update "
-            f"= {learner.trajectories_per_update} a step may make several: set learner.schedule_updates"
+            f"learner.schedule = {learner.schedule} needs one update a step: set learner.trajectories_per_update to 0, "
+            "learner.schedule to constant, or learner.schedule_updates to the number of updates"
         )
-    num_updates = learner.schedule_updates or config.spice.num_steps
-    if learner.schedule != "constant" and learner.warmup_updates >= num_updates:
+    num_updates = learner.schedule_updates or num_steps
+    if learner.schedule != "constant" and learner.warmup_updates >= num_updates > 0:
         raise UsageError(
             f"learner.warmup_updates = {learner.warmup_updates} must be less than the {num_updates} updates of the "
-            f"schedule (learner.schedule_updates, or else spice.num_steps)"
+            "schedule (learner.schedule_updates, or else spice.num_steps)"
         )
     return make_schedule(
         learner.schedule, learner.learning_rate, warmup=learner.warmup_updates, num_updates=num_updates

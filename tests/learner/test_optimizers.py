@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -127,6 +129,11 @@ def test_the_state_of_every_optimizer_has_shardings_and_survives_a_checkpoint(ki
     jax.tree.map(np.testing.assert_array_equal, restored, state)
 
 
+def rates_of(schedule: Any, count: int) -> list[float]:
+    """Of the first `count` updates."""
+    return [float(schedule(number)) for number in np.arange(count)]
+
+
 @pytest.mark.parametrize(
     ("kind", "rates"),
     [
@@ -139,11 +146,11 @@ def test_the_state_of_every_optimizer_has_shardings_and_survives_a_checkpoint(ki
 def test_learning_rates_rise_and_fall_as_they_say(kind, rates):
     schedule = make_schedule(kind, 0.4, warmup=2, num_updates=6)
     assert callable(schedule)
-    np.testing.assert_allclose([float(schedule(n)) for n in np.arange(7)], rates, atol=1e-6)
+    np.testing.assert_allclose(rates_of(schedule, 7), rates, atol=1e-6)
 
 
 def test_a_constant_rate_is_a_number_and_a_schedule_without_warm_up_begins_at_its_peak():
     assert make_schedule("constant", 0.4, warmup=0, num_updates=6) == 0.4
     schedule = make_schedule("linear", 0.4, warmup=0, num_updates=4)
     assert callable(schedule)
-    np.testing.assert_allclose([float(schedule(n)) for n in np.arange(5)], [0.4, 0.3, 0.2, 0.1, 0.0], atol=1e-6)
+    np.testing.assert_allclose(rates_of(schedule, 5), [0.4, 0.3, 0.2, 0.1, 0.0], atol=1e-6)

@@ -61,7 +61,7 @@ def test_the_learning_rate_stays_or_falls_in_a_line_to_nothing_at_the_last_step(
     assert learning_rate(8) == 4e-5
     falling = learning_rate(8, schedule="linear")
     np.testing.assert_allclose([falling(n) for n in (0, 2, 6, 7, 8)], [4e-5, 3e-5, 1e-5, 5e-6, 0.0], rtol=1e-6)
-    with pytest.raises(UsageError, match=r"learner\.trajectories_per_update = 4 .* set learner\.schedule_updates"):
+    with pytest.raises(UsageError, match=r"learner\.schedule = linear needs one update a step"):
         learning_rate(8, schedule="linear", trajectories_per_update=4)
     falling = learning_rate(8, schedule="linear", trajectories_per_update=4, schedule_updates=16)
     np.testing.assert_allclose([falling(n) for n in (0, 4, 16)], [4e-5, 3e-5, 0.0], rtol=1e-6)
