@@ -3,9 +3,10 @@
 `None` means off. Nothing derived is stored. Leaf functions take values, never a config.
 """
 
+import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -369,21 +370,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     for override in overrides:
         if "=" not in override:
             raise UsageError(f"override {override!r} is not of the form a.b=c")
+    if not Path(path).exists():
+        raise UsageError(f"config file {path} does not exist")
+    merged = _merge(OmegaConf.structured(RunConfig), f"config {path}", lambda: OmegaConf.load(path))
+    for override in overrides:
+        merged = _merge(merged, f"override {override}", functools.partial(OmegaConf.from_dotlist, [override]))
     try:
-        given = [OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides))]
-        for each in given:
-            _check_parts(path, each)
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), *given))
-    except UsageError:
-        raise
-    except FileNotFoundError as error:
-        raise UsageError(f"config file {path} does not exist") from error
+        config = OmegaConf.to_object(merged)
     except MissingMandatoryValue as error:
         raise UsageError(f"config {path}: {error.full_key} is missing") from error
     except OmegaConfBaseException as error:
         raise UsageError(f"config {path}: {_first_lines(error)}") from error
-    except Exception as error:  # YAML's own parse errors share no base class with OmegaConf's
-        raise UsageError(f"config {path} is not readable YAML: {' '.join(str(error).split())}") from error
     assert isinstance(config, RunConfig)
     for name, bounds in _BOUNDS.items():
         value = operator.attrgetter(name)(config)
@@ -397,10 +394,24 @@ def dump_config(config: RunConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def _check_parts(path: str | Path, given: Any) -> None:
+def _merge(config: Any, source: str, read: Callable[[], Any]) -> Any:
+    """`config` with what `read` gives; what is wrong with that is said of its `source`."""
+    try:
+        given = read()
+        _check_parts(source, given)
+        return OmegaConf.merge(config, given)
+    except UsageError:
+        raise
+    except OmegaConfBaseException as error:
+        raise UsageError(f"{source}: {_first_lines(error)}") from error
+    except Exception as error:  # YAML's own parse errors share no base class with OmegaConf's
+        raise UsageError(f"{source} is not readable YAML: {' '.join(str(error).split())}") from error
+
+
+def _check_parts(source: str, given: Any) -> None:
     """Refuses what stands where fields should: OmegaConf's own message would not say where it stands."""
     if not OmegaConf.is_dict(given):
-        raise UsageError(f"config {path} holds a list, not fields such as model.name")
+        raise UsageError(f"{source} holds a list, not fields such as model.name")
     for part in fields(RunConfig):
         if not is_dataclass(part.type) or part.name not in given:
             continue
@@ -408,7 +419,7 @@ def _check_parts(path: str | Path, given: Any) -> None:
         if not OmegaConf.is_dict(value):
             example = f"{part.name}.{fields(part.type)[0].name}"
             shown = "null" if value is None else repr(value)
-            raise UsageError(f"config {path}: {part.name} holds fields of its own, such as {example}, not {shown}")
+            raise UsageError(f"{source}: {part.name} holds fields of its own, such as {example}, not {shown}")
 
 
 def _first_lines(error: Any) -> str:

@@ -161,6 +161,7 @@ def _enter_phase(run: Run, phase: Phase, params: Params | None, first_step: int)
         max_grad_norm=learner.max_grad_norm,
     )
     has_reference = phase.objective == "reinforce" and learner.kl_coef > 0
+    run.progress.activity("weights", 0, 1)
     with run.measure("load"):
         if params is None and run.step > first_step:
             arrays = restore_arrays(run, optimizer, has_reference)

@@ -69,7 +69,8 @@ def test_a_config_cannot_be_changed(path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("spice.num_step=3", "num_step.*num_steps"),
+        ("spice.num_step=3", r"^override spice\.num_step=3: .*num_step.*num_steps"),
+        ("spice.num_steps={", r"^override spice\.num_steps=\{ is not readable YAML"),
         ("leaner.row_tokens=3", "leaner.*learner"),
         ("spice.num_steps=many", "many"),
         ("spice.num_steps=2.5", "2.5"),
@@ -109,7 +110,7 @@ def test_an_unknown_key_or_a_wrong_type_is_named(path: Path, override: str, mess
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("model:\n  nam: x\n", r"nam.*name"),
+        ("model:\n  nam: x\n", r"^config .*run.yaml: .*nam.*name"),
         ("model:\n  name: x\nspice:\n  num_steps: [1]\n", "num_steps|List"),
         ("model: {\n", "run.yaml is not readable YAML"),
         ("- a\n", "run.yaml.*holds a list"),
