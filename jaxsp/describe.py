@@ -13,7 +13,7 @@ from jaxsp.config import RunConfig, dump_config
 from jaxsp.learner.batch import row_lengths
 from jaxsp.learner.optimizers import make_optimizer
 from jaxsp.mesh import num_parts, shardings
-from jaxsp.model.decoder import abstract_params, logical_axes
+from jaxsp.model.decoder import KEPT_IN_FLOAT32, abstract_params, logical_axes
 from jaxsp.model.sizes import DecoderSizes
 from jaxsp.policy import sampler_mesh
 from jaxsp.run import abstract_arrays, open_parts
@@ -101,11 +101,11 @@ def memory_estimate(config: RunConfig, sizes: DecoderSizes, mesh: jax.sharding.M
 
 
 def _device_bytes(tree: Any, itemsize: int | None = None) -> int:
-    """Bytes of one device's shards; norm scales keep their own precision where `itemsize` replaces the others'."""
+    """Bytes of one device's shards; those kept in float32 have their own size where `itemsize` replaces the others'."""
     total = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        is_norm_scale = getattr(path[-1], "key", None) == "scale"
-        size = leaf.dtype.itemsize if itemsize is None or is_norm_scale else itemsize
+        is_kept = getattr(path[-1], "key", None) in KEPT_IN_FLOAT32
+        size = leaf.dtype.itemsize if itemsize is None or is_kept else itemsize
         total += math.prod(leaf.sharding.shard_shape(leaf.shape)) * size
     return total
 

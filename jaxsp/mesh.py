@@ -18,7 +18,7 @@ from jaxsp.config import UsageError, UserError
 MESH_AXES = ("data", "fsdp", "context", "expert", "tensor")
 
 LOGICAL_AXES: dict[str, tuple[str, ...]] = {
-    "batch": ("data", "fsdp"),
+    "batch": ("data", "fsdp", "expert"),
     "context": ("context",),
     "embed": ("fsdp",),
     "heads": ("tensor",),

@@ -102,7 +102,8 @@ def sampler_mesh(mesh: Mesh, sizes: DecoderSizes) -> Mesh:
 def sampler_parts(num_devices: int, sizes: DecoderSizes) -> int:
     """The largest number of parts into which heads, MLP, vocabulary and devices divide, and which divides the kv heads
     or is a multiple of them (each then stands on several devices)."""
-    splits = math.gcd(num_devices, sizes.num_heads, sizes.mlp_dim, sizes.vocab_size)
+    mlp_dims = (sizes.mlp_dim,) if sizes.moe is None else (sizes.mlp_dim, sizes.moe.mlp_dim)
+    splits = math.gcd(num_devices, sizes.num_heads, *mlp_dims, sizes.vocab_size)
     kv_heads = sizes.num_kv_heads
     return max(n for n in range(1, splits + 1) if splits % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0))
 

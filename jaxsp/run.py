@@ -78,12 +78,13 @@ class Parts:
 
 def open_parts(config: RunConfig, pool: ProcessPool) -> Parts:
     """Opens everything that play and learning need. Raises `UserError` naming the field or file that is wrong."""
-    for axis, size in (("context", config.mesh.context), ("expert", config.mesh.expert)):
-        if size != 1:
-            raise UsageError(f"mesh.{axis} = {size}: nothing is split over it yet; set it to 1")
-    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.context, config.mesh.expert, config.mesh.tensor)
+    if config.mesh.context != 1:
+        raise UsageError(f"mesh.context = {config.mesh.context}: nothing is split over it yet; set it to 1")
     text = open_text_side(config.model)
     sizes = text.source.sizes
+    if config.mesh.expert != 1 and sizes.moe is None:
+        raise UsageError(f"mesh.expert = {config.mesh.expert}: the model has no experts to split over it; set it to 1")
+    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.context, config.mesh.expert, config.mesh.tensor)
     axes = logical_axes(sizes)
     jax.tree.map(lambda shape, names: shardable(mesh, names, shape.shape), abstract_params(sizes), axes)
     decoding = sampler_mesh(mesh, sizes)

@@ -282,7 +282,7 @@ ERRORS = [
     (["train", "{config}", "model.name={tmp}/absent", "--dry-run"], 1, "{tmp}/absent: no such model"),
     (["train", "{config}", "model.renderer=llama3", "--dry-run"], 2, "model.renderer = llama3 needs the tokens"),
     (["train", "{config}", "mesh.context=2", "--dry-run"], 2, "mesh.context = 2: nothing is split over it yet; set"),
-    (["train", "{config}", "mesh.expert=-1", "--dry-run"], 2, "mesh.expert = -1: nothing is split over it yet; set"),
+    (["train", "{config}", "mesh.expert=-1", "--dry-run"], 2, "mesh.expert = -1: the model has no experts to split"),
     (["train", "{config}", "spice.temperature=0", "--dry-run"], 2, "spice.temperature = 0.0 must be above 0"),
     (
         ["train", "{config}", "spice.trains_challenger=false", "spice.trains_reasoner=false", "--dry-run"],

@@ -152,7 +152,7 @@ def test_sizes_that_do_not_fit_name_the_field(sizes, num_devices, message):
 def test_logical_axes_become_mesh_axes():
     assert partition_spec(("embed", "heads", "head_dim")) == PartitionSpec("fsdp", "tensor", None)
     assert partition_spec(("layers", "expert", "embed", "mlp")) == PartitionSpec(None, "expert", "fsdp", "tensor")
-    assert partition_spec(("batch", "context", None)) == PartitionSpec(("data", "fsdp"), "context", None)
+    assert partition_spec(("batch", "context", None)) == PartitionSpec(("data", "fsdp", "expert"), "context", None)
     assert partition_spec(()) == PartitionSpec()
     assert {axis for axes in LOGICAL_AXES.values() for axis in axes} == set(MESH_AXES), "no mesh axis goes unused"
 

@@ -41,7 +41,13 @@ def _adafactor(rate: Rate, beta1: float, beta2: float, weight_decay: float) -> o
 MUON_RMS = 0.2
 """Of an entry of Muon's updates, which is AdamW's (Liu et al. 2025, arXiv 2502.16982, section 2.2)."""
 
-_MATRICES = {"q": ((1,), (2, 3)), "k": ((1,), (2, 3)), "v": ((1,), (2, 3)), "o": ((1, 2), (3,))}
+_MATRICES = {
+    "q": ((1,), (2, 3)),
+    "k": ((1,), (2, 3)),
+    "v": ((1,), (2, 3)),
+    "o": ((1, 2), (3,)),
+    "experts": ((2,), (3,)),
+}
 """Axes of a stacked kernel that are summed over, and those that come out; of the others `((1,), (2,))`."""
 
 
@@ -50,7 +56,7 @@ def _axes(path: tuple[Any, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _muon_axes(kernels: Any) -> Any:
-    """How each layer's kernels are matrices; `kernels` hold nothing else."""
+    """How each layer's kernels, and each expert's, are matrices; `kernels` hold nothing else."""
     return jax.tree_util.tree_map_with_path(lambda path, _: MuonDimensionNumbers(*_axes(path)), kernels)
 
 
@@ -65,7 +71,8 @@ def _to_rms(updates: Any, params: Any) -> Any:
 
 
 def _muon(rate: Rate, beta1: float, beta2: float, weight_decay: float) -> optax.GradientTransformation:
-    """Muon (Jordan et al. 2024) for the kernels of layers, each layer's a matrix of its own; AdamW for all else.
+    """Muon (Jordan et al. 2024) for the kernels of layers, each layer's or expert's a matrix of its own; AdamW for the
+    rest.
 
     Updates have AdamW's size (Liu et al. 2025, arXiv 2502.16982), so that one rate serves both.
     """
@@ -80,7 +87,8 @@ def _muon(rate: Rate, beta1: float, beta2: float, weight_decay: float) -> optax.
         """Who takes each parameter."""
 
         def label(path: tuple[Any, ...], _: Any) -> str:
-            return "muon" if path[0].key == "layers" and path[-1].key == "kernel" else "adamw"
+            is_of_layer = path[0].key == "layers"
+            return "muon" if is_of_layer and (path[-1].key == "kernel" or path[1].key == "experts") else "adamw"
 
         return jax.tree_util.tree_map_with_path(label, params)
 

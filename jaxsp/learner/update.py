@@ -22,7 +22,8 @@ from jaxsp.learner.policy_loss import Anchors, PolicyLoss
 from jaxsp.learner.ratios import log_ratio, trajectory_means
 from jaxsp.learner.state import TrainState, state_shardings
 from jaxsp.model.attention import forest_attention
-from jaxsp.model.decoder import Params, abstract_params, hidden_states
+from jaxsp.model.decoder import PLAIN, Params, abstract_params, hidden_states
+from jaxsp.model.moe import run_experts_on
 from jaxsp.model.sizes import DecoderSizes
 
 Metrics = dict[str, jax.Array]
@@ -44,7 +45,7 @@ def make_logprobs_fn(
 
     For old log-probabilities when several updates share them, and for a reference policy's.
     """
-    forward = _make_forward(sizes, compute_dtype, logits_chunk, remat=False)
+    forward = _make_forward(sizes, compute_dtype, logits_chunk, False, param_shardings)
 
     def logprobs(params: Params, batch: Batch) -> jax.Array:
         return _all_logprobs(forward, params, batch)
@@ -70,7 +71,7 @@ def make_update(
     With `param_shardings` (a tree like the parameters) and `batch_sharding` (of arrays `[M, R, ...]`, rows spread over
     data axes) parameters, moments and gradients stay sharded.
     """
-    forward = _make_forward(sizes, compute_dtype, logits_chunk, remat)
+    forward = _make_forward(sizes, compute_dtype, logits_chunk, remat, param_shardings)
 
     def update(
         state: TrainState,
@@ -118,7 +119,7 @@ def make_warm_start_update(
     The loss is the sum over targets / `num_target_tokens`, counted over the whole update. Make the batch with any
     advantage but 0: it plays no part.
     """
-    forward = _make_forward(sizes, compute_dtype, logits_chunk, remat)
+    forward = _make_forward(sizes, compute_dtype, logits_chunk, remat, param_shardings)
 
     def loss(logprobs: jax.Array, batch: Batch, denominator: Any) -> jax.Array:
         return cross_entropy(logprobs, batch.target_mask) / denominator
@@ -170,7 +171,13 @@ def _all_logprobs(forward: Forward, params: Params, batch: Batch) -> jax.Array:
     return _fold_microbatches(batch, one_microbatch, jnp.zeros(batch.target_mask.shape, jnp.float32))
 
 
-def _make_forward(sizes: DecoderSizes, compute_dtype: Any, logits_chunk: int, remat: bool) -> Forward:
+def _make_forward(
+    sizes: DecoderSizes, compute_dtype: Any, logits_chunk: int, remat: bool, param_shardings: Params | None
+) -> Forward:
+    mesh = None if param_shardings is None else jax.tree.leaves(param_shardings)[0].mesh
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    products = replace(PLAIN, run_experts=run_experts_on(mesh, platform, splits_tokens=True))
+
     def forward(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Log-probability of each target and entropy of its distribution, both `[R, T]`."""
 
@@ -178,8 +185,9 @@ def _make_forward(sizes: DecoderSizes, compute_dtype: Any, logits_chunk: int, re
             return forest_attention(q, k, v, batch.visible_until), cache
 
         hidden, _ = hidden_states(
-            sizes, params, batch.tokens, batch.positions, attend, compute_dtype=compute_dtype, remat=remat
-        )
+            sizes, params, batch.tokens, batch.positions, attend, compute_dtype=compute_dtype, remat=remat,
+            products=products,
+        )  # fmt: skip
         with jax.named_scope("token_logprobs"):
             return token_logprobs(
                 params,

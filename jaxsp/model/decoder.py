@@ -1,12 +1,15 @@
-"""Qwen3 and Llama decoders: Flax NNX layers inside, plain nested dicts of arrays outside.
+"""Qwen3, Qwen3-MoE and Llama decoders: Flax NNX layers inside, plain nested dicts of arrays outside.
 
-Legend: B sequences, L tokens, D embedding, N query heads, K kv heads, H head size, F mlp, V vocabulary.
+Legend: B sequences, L tokens, D embedding, N query heads, K kv heads, H head size, F mlp, V vocabulary, E experts.
 
 Parameters cross `jit` as one nested dict. `params["layers"]` is either one dict whose arrays are stacked on a leading
 layer axis (training: `lax.scan` keeps compilation short and memory flat) or a list of dicts (sampling: unrolled layers
-decode faster). The forward pass returns hidden states; logits are made only where somebody needs them.
+decode faster). Where only some layers have experts, each part is stacked over the layers that have it
+(`DecoderSizes.layers_with`), and layers are unrolled. The forward pass returns hidden states; logits are made only
+where somebody needs them.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,9 +17,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxsp.model.moe import Experts, RunExperts, route, run_experts_on
 from jaxsp.model.rope import rotate, rotation_angles
 from jaxsp.model.sizes import DecoderSizes
 
@@ -61,9 +66,9 @@ Project = Callable[[Array, Sequence[Projection]], list[Array]]
 
 
 class Layer(nnx.Module):
-    """One pre-norm block: grouped-query attention, then SwiGLU."""
+    """One pre-norm block: grouped-query attention, then SwiGLU, of one mlp or of each token's experts."""
 
-    def __init__(self, sizes: DecoderSizes, *, rngs: nnx.Rngs):
+    def __init__(self, sizes: DecoderSizes, is_sparse: bool, *, rngs: nnx.Rngs):
         embed, head, bias = sizes.embed_dim, sizes.head_dim, sizes.has_attention_bias
         self.attention_norm = RMSNorm(embed, sizes.rms_eps, rngs=rngs)
         self.q = Projection([embed], [sizes.num_heads, head], bias, rngs=rngs)
@@ -73,9 +78,14 @@ class Layer(nnx.Module):
         self.q_norm = RMSNorm(head, sizes.rms_eps, rngs=rngs) if sizes.has_qk_norm else None
         self.k_norm = RMSNorm(head, sizes.rms_eps, rngs=rngs) if sizes.has_qk_norm else None
         self.mlp_norm = RMSNorm(embed, sizes.rms_eps, rngs=rngs)
-        self.gate = Projection([embed], [sizes.mlp_dim], rngs=rngs)
-        self.up = Projection([embed], [sizes.mlp_dim], rngs=rngs)
-        self.down = Projection([sizes.mlp_dim], [embed], rngs=rngs)
+        self.moe = sizes.moe if is_sparse else None
+        if self.moe is None:
+            self.gate = Projection([embed], [sizes.mlp_dim], rngs=rngs)
+            self.up = Projection([embed], [sizes.mlp_dim], rngs=rngs)
+            self.down = Projection([sizes.mlp_dim], [embed], rngs=rngs)
+        else:
+            self.router = nnx.Param(jax.random.normal(rngs.params(), (embed, self.moe.num_experts)) * embed**-0.5)
+            self.experts = Experts(self.moe, embed, rngs=rngs)
 
     def __call__(
         self,
@@ -83,21 +93,27 @@ class Layer(nnx.Module):
         angles: tuple[Array, Array],
         attend: Attend,
         cache: Any,
-        project: Project,
+        products: "Products",
     ) -> tuple[Float[Array, "B L D"], Any]:
         normed = self.attention_norm(x)
         with jax.named_scope("qkv"):
-            q, k, v = project(normed, (self.q, self.k, self.v))
+            q, k, v = products.project(normed, (self.q, self.k, self.v))
             if self.q_norm is not None and self.k_norm is not None:
                 q, k = self.q_norm(q), self.k_norm(k)
             q, k = rotate(q, *angles), rotate(k, *angles)
         with jax.named_scope("attention"):
             attended, cache = attend(q, k, v, cache)
-            (out,) = project(attended, (self.o,))
+            (out,) = products.project(attended, (self.o,))
             x = x + out
         with jax.named_scope("mlp"):
-            gate, up = project(self.mlp_norm(x), (self.gate, self.up))
-            (out,) = project(jax.nn.silu(gate) * up, (self.down,))
+            normed = self.mlp_norm(x)
+            if self.moe is None:
+                gate, up = products.project(normed, (self.gate, self.up))
+                (out,) = products.project(jax.nn.silu(gate) * up, (self.down,))
+            else:
+                _, experts, weights = route(self.moe, self.router[...], normed)
+                kernels = (self.experts.gate, self.experts.up, self.experts.down)
+                out = products.run_experts(normed, experts, weights, *(each[...].astype(x.dtype) for each in kernels))
             return x + out, cache
 
 
@@ -117,11 +133,17 @@ def init_params(sizes: DecoderSizes, key: Array) -> Params:
     outside_key, layers_key = jax.random.split(key)
     outside = nnx.as_pure(nnx.state(Outside(sizes, rngs=nnx.Rngs(outside_key))))
 
-    def one_layer(layer_key: Array) -> Params:
-        return _as_dict(nnx.as_pure(nnx.state(Layer(sizes, rngs=nnx.Rngs(layer_key)))))
+    def one_layer(is_sparse: bool, layer_key: Array) -> Params:
+        return _as_dict(nnx.as_pure(nnx.state(Layer(sizes, is_sparse, rngs=nnx.Rngs(layer_key)))))
 
-    layers = jax.vmap(one_layer)(jax.random.split(layers_key, sizes.num_layers))
-    return {**_as_dict(outside), "layers": layers}
+    keys = jax.random.split(layers_key, sizes.num_layers)
+    kinds = [(False, sizes.layers_with("gate")), (True, sizes.layers_with("router"))]
+    kinds = [(is_sparse, np.array(layers)) for is_sparse, layers in kinds if layers]
+    stacks = [jax.vmap(functools.partial(one_layer, is_sparse))(keys[layers]) for is_sparse, layers in kinds]
+    order = np.argsort(np.concatenate([layers for _, layers in kinds]))
+    shared = [{part: stack[part] for part in stacks[0].keys() & stacks[-1].keys()} for stack in stacks]
+    merged = jax.tree.map(lambda *leaves: jnp.concatenate(leaves)[order], *shared)
+    return {**_as_dict(outside), "layers": {**stacks[0], **stacks[-1], **merged}}
 
 
 def abstract_params(sizes: DecoderSizes) -> Params:
@@ -151,7 +173,14 @@ _LOGICAL_AXES = {
     ("gate", "kernel"): ("embed", "mlp"),
     ("up", "kernel"): ("embed", "mlp"),
     ("down", "kernel"): ("mlp", "embed"),
+    ("router",): ("embed", None),
+    ("experts", "gate"): ("expert", "embed", "mlp"),
+    ("experts", "up"): ("expert", "embed", "mlp"),
+    ("experts", "down"): ("expert", "mlp", "embed"),
 }
+
+KEPT_IN_FLOAT32 = ("scale", "router")
+"""Last names of the parameters that are applied in float32, and are kept so where weights are in another dtype."""
 
 
 def logical_axes(sizes: DecoderSizes) -> Params:
@@ -188,14 +217,17 @@ class Products:
     """`(params["embed"], tokens [...]) -> embeddings [..., D]`."""
     logits: Callable[[DecoderSizes, Params, Array], Array]
     """`(sizes, params, hidden [..., D]) -> scores [..., V]`, as `logits` gives them."""
+    run_experts: RunExperts
+    """The products of each token's experts, on the devices that there are (`run_experts_on`)."""
 
 
 PLAIN = Products(
     project=lambda x, projections: [projection(x) for projection in projections],
     look_up=lambda embed, tokens: embed[tokens],
     logits=lambda sizes, params, hidden: logits(params, hidden),
+    run_experts=run_experts_on(None, "cpu", splits_tokens=False),
 )
-"""XLA's products with weights as `init_params` makes them."""
+"""XLA's products with weights as `init_params` makes them; those of experts are for one device."""
 
 
 def hidden_states(
@@ -216,28 +248,47 @@ def hidden_states(
     is a list; None where `attend` keeps nothing. `remat` recomputes each layer in the backward pass. `products` are
     those that `params` are laid out for.
     """
-    graph = nnx.graphdef(nnx.eval_shape(lambda: Layer(sizes, rngs=nnx.Rngs(0))))
     angles = rotation_angles(sizes.rope, sizes.head_dim, positions)
 
     def apply_layer(x: Array, layer_params: Params, cache: Any) -> tuple[Array, Any]:
         with exact_products(compute_dtype):
-            return nnx.merge(graph, layer_params)(x, angles, attend, cache, products.project)
+            graph = _layer_graph(sizes, "experts" in layer_params)
+            return nnx.merge(graph, layer_params)(x, angles, attend, cache, products)
 
     if remat:
         apply_layer = jax.checkpoint(apply_layer)
     x = products.look_up(params["embed"], tokens).astype(compute_dtype)
-    if isinstance(params["layers"], list):
+    layers = params["layers"]
+    if not isinstance(layers, list) and not sizes.has_equal_layers:
+        layers = unstack_layers(sizes, layers, lambda stack: [x[0] for x in jax.lax.split(stack, (1,) * len(stack))])
+    if isinstance(layers, list):
         new_caches = []
-        for index, layer_params in enumerate(params["layers"]):
+        for index, layer_params in enumerate(layers):
             x, cache = apply_layer(x, layer_params, None if caches is None else caches[index])
             new_caches.append(cache)
     else:
         x, new_caches = jax.lax.scan(
-            lambda carry, layer: apply_layer(carry, *layer), x, (params["layers"], caches), length=sizes.num_layers
+            lambda carry, layer: apply_layer(carry, *layer), x, (layers, caches), length=sizes.num_layers
         )
     outside = RMSNorm(sizes.embed_dim, sizes.rms_eps, rngs=nnx.Rngs(0))
     outside.scale[...] = params["final_norm"]["scale"]
     return outside(x), new_caches
+
+
+@functools.cache
+def _layer_graph(sizes: DecoderSizes, is_sparse: bool) -> Any:
+    return nnx.graphdef(nnx.eval_shape(lambda: Layer(sizes, is_sparse, rngs=nnx.Rngs(0))))
+
+
+def unstack_layers(sizes: DecoderSizes, stacked: Params, unstack: Callable[[Any], Sequence[Any]]) -> list[Params]:
+    """One dict for each layer, of the parts that it has, from those stacked over layers; `unstack` cuts one leaf."""
+    layers: list[Params] = [{} for _ in range(sizes.num_layers)]
+    for part, stacks in stacked.items():
+        leaves, structure = jax.tree.flatten(stacks, is_leaf=lambda node: isinstance(node, list))
+        columns = [unstack(leaf) for leaf in leaves]
+        for slot, layer in enumerate(sizes.layers_with(part)):
+            layers[layer][part] = jax.tree.unflatten(structure, [column[slot] for column in columns])
+    return layers
 
 
 def scalar_scores(

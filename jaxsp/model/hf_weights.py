@@ -18,7 +18,7 @@ from jaxsp.config import UserError
 from jaxsp.json_lines import read_object
 from jaxsp.model.decoder import Params
 from jaxsp.model.sizes import DecoderSizes, sizes_from_hf_config
-from jaxsp.model.tensor_table import assemble, check_tensors, expected_tensors, rule_of
+from jaxsp.model.tensor_table import assemble, check_tensors, expected_tensors, rule_of, tensors_of
 from jaxsp.tokenizer import export_gguf_tokenizer
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -214,9 +214,11 @@ def _file_tensors(params: Params, sizes: DecoderSizes, dtype: Any) -> Iterator[t
     """Name and array of every tensor in the order of `expected_tensors`, one layer on the host at a time."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         rule = rule_of(path)
-        for layer in range(sizes.num_layers if rule.is_per_layer else 1):
-            own = np.asarray(leaf[layer] if rule.is_per_layer else leaf)
-            yield rule.name("hf", layer), rule.to_file(own.astype(dtype, copy=False))
+        stacks = [(0, size) for size in leaf.shape]
+        for place, name in tensors_of(rule, sizes, "hf", stacks):
+            if not any(place[1:]):  # an expert's tensors follow one another: fetch those of a layer together
+                layer = np.asarray(leaf[place[0]] if place else leaf)
+            yield name, rule.to_file(layer[place[1:]].astype(dtype, copy=False))
 
 
 def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:

@@ -24,6 +24,21 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class Moe:
+    """Experts in place of the one mlp of a layer."""
+
+    num_experts: int
+    num_chosen: int
+    """Experts of each token."""
+    mlp_dim: int
+    """Of one expert."""
+    normalises_weights: bool
+    """Whether the probabilities of a token's experts are divided by their sum."""
+    sparse_layers: tuple[int, ...]
+    """The layers that have experts, from 0 on; the others have an mlp."""
+
+
+@dataclass(frozen=True)
 class DecoderSizes:
     """Every number that shapes a decoder. `num_labels` > 0 adds a bias-free score head and drops the language head."""
 
@@ -42,6 +57,20 @@ class DecoderSizes:
     has_qk_norm: bool
     has_attention_bias: bool = False
     num_labels: int = 0
+    moe: Moe | None = None
+
+    def layers_with(self, part: str) -> range | tuple[int, ...]:
+        """The layers that have this part (`q`, `experts`, ...), in whose order its parameters are stacked."""
+        sparse = () if self.moe is None else self.moe.sparse_layers
+        if part in ("router", "experts"):
+            return sparse
+        if part in ("gate", "up", "down"):
+            return tuple(layer for layer in range(self.num_layers) if layer not in sparse)
+        return range(self.num_layers)
+
+    @property
+    def has_equal_layers(self) -> bool:
+        return self.moe is None or len(self.moe.sparse_layers) == self.num_layers
 
 
 # Attributes that change no number of a forward pass without dropout.
@@ -61,6 +90,13 @@ _READ = {
     "max_position_embeddings", "tie_word_embeddings", "attention_bias", "num_labels",
 }  # fmt: skip
 
+_READ_OF_MOE = {
+    "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
+    "decoder_sparse_step", "mlp_only_layers",
+}  # fmt: skip
+# They add a loss for training, whose coefficient is the learner's here, and outputs; no number of a forward pass.
+_INERT_OF_MOE = {"router_aux_loss_coef", "output_router_logits"}
+
 # Attributes that would change the numbers, with the only values under which they do not.
 _MUST_BE: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -76,8 +112,10 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "quantization": (None,),
 }
 
-_MODEL_TYPES = {"qwen3": True, "llama": False}
+_MODEL_TYPES = {"qwen3": True, "qwen3_moe": True, "llama": False}
 """Model type to whether queries and keys are RMS-normalised per head before the rotation."""
+
+_MOE_TYPE = "qwen3_moe"
 
 
 def sizes_from_hf_config(config: Mapping[str, Any], source: str = "config.json") -> DecoderSizes:
@@ -117,13 +155,14 @@ def sizes_from_hf_config(config: Mapping[str, Any], source: str = "config.json")
         raise refuse("num_key_value_heads", f"does not divide num_attention_heads = {num_heads}")
     if head_dim % 2:
         raise refuse("head_dim", f"gives heads of {head_dim}; rotary embeddings need an even size")
+    num_layers = count("num_hidden_layers")
     has_score_head = any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ())
     return DecoderSizes(
         model_type=model_type,
         vocab_size=count("vocab_size"),
         embed_dim=count("hidden_size"),
         mlp_dim=count("intermediate_size"),
-        num_layers=count("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -134,7 +173,31 @@ def sizes_from_hf_config(config: Mapping[str, Any], source: str = "config.json")
         has_qk_norm=_MODEL_TYPES[model_type],
         has_attention_bias=bool(config.get("attention_bias", False)),
         num_labels=_num_labels(config) if has_score_head else 0,
+        moe=_moe_from_config(config, num_layers, count, refuse) if model_type == _MOE_TYPE else None,
     )
+
+
+def _moe_from_config(
+    config: Mapping[str, Any], num_layers: int, count: Callable[[str], int], refuse: Callable[[str, str], UserError]
+) -> Moe | None:
+    """None where no layer has experts. `num_experts` is the hub's name, `num_local_experts` what transformers 5
+    writes; the last two attributes may be left out, as transformers lets them be."""
+    names = [name for name in ("num_experts", "num_local_experts") if config.get(name) is not None]
+    if len(names) == 2 and config["num_experts"] != config["num_local_experts"]:
+        raise refuse("num_experts", f"differs from num_local_experts = {config['num_local_experts']!r}")
+    num_experts = count(names[0] if names else "num_experts")
+    num_chosen = count("num_experts_per_tok")
+    if num_chosen > num_experts:
+        raise refuse("num_experts_per_tok", f"is more than the {num_experts} experts")
+    if not isinstance(config.get("norm_topk_prob"), bool):
+        raise refuse("norm_topk_prob", "is neither true nor false, and cannot be guessed")
+    step = 1 if config.get("decoder_sparse_step") is None else count("decoder_sparse_step")
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+        raise refuse("mlp_only_layers", "is not a list of layers' numbers")
+    sparse = tuple(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0)
+    sizes = Moe(num_experts, num_chosen, count("moe_intermediate_size"), config["norm_topk_prob"], sparse)
+    return sizes if sparse else None
 
 
 def _refuse_what_is_not_implemented(config: Mapping[str, Any], refuse: Callable[[str, str], UserError]) -> None:
@@ -146,12 +209,15 @@ def _refuse_what_is_not_implemented(config: Mapping[str, Any], refuse: Callable[
             raise refuse(name, f"is not implemented (only {allowed[0]!r})")
     if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
         raise refuse("layer_types", "is not implemented (only 'full_attention' layers)")
-    if config.get("sliding_window") is not None and model_type != "qwen3":
+    if config.get("sliding_window") is not None and model_type not in ("qwen3", _MOE_TYPE):
         raise refuse("sliding_window", "is not implemented")
     if config.get("sliding_window") is not None and config.get("use_sliding_window", True):
         raise refuse("sliding_window", "is not implemented (set use_sliding_window to false if the model has none)")
+    known = _INERT | _READ | _MUST_BE.keys() | {"layer_types", "sliding_window"}
+    if model_type == _MOE_TYPE:
+        known |= _READ_OF_MOE | _INERT_OF_MOE
     for name in config:
-        if name not in _INERT | _READ | _MUST_BE.keys() | {"layer_types", "sliding_window"}:
+        if name not in known:
             raise refuse(name, "is an attribute that this decoder does not know; it may change the numbers")
 
 

@@ -1,13 +1,14 @@
 """Where each parameter stands in a weight file: one table for reading and writing, for Hugging Face and GGUF names.
 
 Files hold one matrix `[out, in]` per layer and projection; parameters hold kernels `[in, out]` with heads split and all
-layers stacked. A layout says both at once: in `(N H) D -> D N H` the file's rows are N heads of H.
+layers stacked, and all experts. A layout says both at once: in `(N H) D -> D N H` the file's rows are N heads of H.
 
-Legend: D embedding, N heads (query or kv), H head size, F mlp, V vocabulary, C labels.
+Legend: D embedding, N heads (query or kv), H head size, F mlp, E experts, V vocabulary, C labels.
 """
 
+import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxsp.config import UserError
-from jaxsp.model.decoder import Params, abstract_params
+from jaxsp.model.decoder import KEPT_IN_FLOAT32, Params, abstract_params
 from jaxsp.model.sizes import DecoderSizes
 
 Naming = Literal["hf", "gguf"]
@@ -33,7 +34,8 @@ _CHUNK_ELEMENTS = 4 * 2**20
 
 @dataclass(frozen=True)
 class TensorRule:
-    """One parameter. `path` is its keys below the root or below `layers`; names hold `{i}` where layers have one each.
+    """One parameter. `path` is its keys below the root or below `layers`; names hold `{i}` where layers have one each,
+    and `{e}` where experts do.
 
     `gguf` is None where the format has no such tensor for these decoders.
     """
@@ -47,11 +49,20 @@ class TensorRule:
     def is_per_layer(self) -> bool:
         return "{i}" in self.hf
 
-    def name(self, naming: Naming, layer: int) -> str:
+    @property
+    def is_per_expert(self) -> bool:
+        return "{e}" in self.hf
+
+    @property
+    def num_stacks(self) -> int:
+        """Leading axes of the parameter that a file has several tensors for: of layers, and of experts."""
+        return self.is_per_layer + self.is_per_expert
+
+    def name(self, naming: Naming, layer: int, expert: int = 0) -> str:
         template = self.hf if naming == "hf" else self.gguf
         if template is None:
             raise ValueError(f"{'.'.join(self.path)} has no name in {naming} files")
-        return template.format(i=layer)
+        return template.format(i=layer, e=expert)
 
     def file_axes(self) -> list[list[str]]:
         """The letters of the file's axes, a merged axis as several: `[["N", "H"], ["D"]]`."""
@@ -99,6 +110,15 @@ TENSORS = (
             (("down", "kernel"), "mlp.down_proj.weight", "ffn_down.weight", "D F -> F D"),
         )
     ),
+    *(
+        TensorRule(path, f"model.layers.{{i}}.mlp.{hf}", None, layout)
+        for path, hf, layout in (
+            (("router",), "gate.weight", "E D -> D E"),
+            (("experts", "gate"), "experts.{e}.gate_proj.weight", "F D -> D F"),
+            (("experts", "up"), "experts.{e}.up_proj.weight", "F D -> D F"),
+            (("experts", "down"), "experts.{e}.down_proj.weight", "D F -> F D"),
+        )
+    ),
 )
 _BY_PATH = {(rule.is_per_layer, rule.path): rule for rule in TENSORS}
 
@@ -115,10 +135,19 @@ def expected_tensors(sizes: DecoderSizes, naming: Naming) -> dict[str, tuple[int
     expected = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params(sizes)):
         rule = rule_of(path)
-        own_shape = leaf.shape[1:] if rule.is_per_layer else leaf.shape
-        for layer in range(sizes.num_layers if rule.is_per_layer else 1):
-            expected[rule.name(naming, layer)] = rule.file_shape(own_shape)
+        for _, name in tensors_of(rule, sizes, naming, [(0, size) for size in leaf.shape]):
+            expected[name] = rule.file_shape(leaf.shape[rule.num_stacks :])
     return expected
+
+
+def tensors_of(
+    rule: TensorRule, sizes: DecoderSizes, naming: Naming, bounds: Sequence[tuple[int, int]]
+) -> Iterator[tuple[tuple[int, ...], str]]:
+    """The tensors that `bounds` of a parameter take part in: each one's place along the stacks, and its name."""
+    layers = sizes.layers_with(rule.path[0])
+    for place in itertools.product(*(range(*bound) for bound in bounds[: rule.num_stacks])):
+        numbers = (layers[place[0]], *place[1:]) if place else (0,)
+        yield place, rule.name(naming, *numbers)
 
 
 def check_tensors(
@@ -139,7 +168,8 @@ def check_tensors(
 def assemble(sizes: DecoderSizes, naming: Naming, read: ReadPart, *, dtype: Any, shardings: Params | None) -> Params:
     """The parameters, each device's shard read by itself and straight into the buffer that becomes the shard.
 
-    They are cast to `dtype`, but norm scales to float32, in which the decoder applies them and training keeps them.
+    They are cast to `dtype`, but norm scales and routers to float32, in which the decoder applies them and training
+    keeps them.
     `shardings` has the shape of `init_params`; without it everything lies on the first local device. Host memory holds
     the shards of one parameter (all layers) and one part of a file's tensor at a time.
     """
@@ -148,13 +178,18 @@ def assemble(sizes: DecoderSizes, naming: Naming, read: ReadPart, *, dtype: Any,
     def load(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding = first) -> jax.Array:
         """One parameter, read from the file where its rule says."""
         rule = rule_of(path)
-        own_dtype = np.float32 if rule.path[-1] == "scale" else dtype
+        own_dtype = np.float32 if rule.path[-1] in KEPT_IN_FLOAT32 else dtype
         buffers: dict[Bounds, np.ndarray] = {}
 
         def shard(index: Any) -> np.ndarray:
             bounds = tuple(part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True))
             if bounds not in buffers:  # replicas share one buffer
-                buffers[bounds] = _read_shard(rule, leaf.shape, bounds, naming, read, own_dtype)
+                buffers[bounds] = _aligned_empty(tuple(stop - start for start, stop in bounds), own_dtype)
+                num_stacks = rule.num_stacks
+                for place, name in tensors_of(rule, sizes, naming, bounds):
+                    slot = tuple(number - start for number, (start, _) in zip(place, bounds, strict=False))
+                    part = buffers[bounds][slot]
+                    _fill(part, rule, leaf.shape[num_stacks:], bounds[num_stacks:], name, read)
             return buffers[bounds]
 
         array = jax.make_array_from_callback(leaf.shape, sharding, shard)
@@ -164,18 +199,6 @@ def assemble(sizes: DecoderSizes, naming: Naming, read: ReadPart, *, dtype: Any,
     abstract = abstract_params(sizes)
     trees = (abstract,) if shardings is None else (abstract, shardings)
     return jax.tree_util.tree_map_with_path(load, *trees)
-
-
-def _read_shard(
-    rule: TensorRule, shape: tuple[int, ...], bounds: Bounds, naming: Naming, read: ReadPart, dtype: Any
-) -> np.ndarray:
-    buffer = _aligned_empty(tuple(stop - start for start, stop in bounds), dtype)
-    if not rule.is_per_layer:
-        _fill(buffer, rule, shape, bounds, rule.name(naming, 0), read)
-        return buffer
-    for slot, layer in enumerate(range(*bounds[0])):
-        _fill(buffer[slot], rule, shape[1:], bounds[1:], rule.name(naming, layer), read)
-    return buffer
 
 
 def _fill(out: np.ndarray, rule: TensorRule, shape: tuple[int, ...], bounds: Bounds, name: str, read: ReadPart) -> None:

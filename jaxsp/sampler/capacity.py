@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxsp.mesh import MESH_AXES
-from jaxsp.model.decoder import abstract_params
+from jaxsp.model.decoder import KEPT_IN_FLOAT32, abstract_params
 from jaxsp.model.sizes import DecoderSizes, sizes_from_hf_config
-from jaxsp.sampler.weight_sync import sampler_shardings, sampler_sizes
+from jaxsp.sampler.weight_sync import like_stacked, sampler_shardings, sampler_sizes
 
 GIB = 2**30
 WORK_SHARE = 1 / 8
@@ -75,15 +75,14 @@ def capacity(
     sizes = sampler_sizes(sizes, mesh)
     shardings, kv_sharding = sampler_shardings(sizes, mesh)
     params = abstract_params(sizes)
-    stacked = {**shardings, "layers": shardings["layers"][0]}
     itemsize = jnp.dtype(dtype).itemsize
 
     def device_bytes(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, sharding: Any) -> int:
         num_layers, one = (leaf.shape[0], leaf.shape[1:]) if path[0].key == "layers" else (1, leaf.shape)
-        size = leaf.dtype.itemsize if path[-1].key == "scale" else itemsize
+        size = leaf.dtype.itemsize if path[-1].key in KEPT_IN_FLOAT32 else itemsize
         return num_layers * math.prod(sharding.shard_shape(one)) * size
 
-    by_name = jax.tree_util.tree_map_with_path(device_bytes, params, stacked)
+    by_name = jax.tree_util.tree_map_with_path(device_bytes, params, like_stacked(shardings))
     weight_bytes = sum(jax.tree.leaves(by_name))
     token = kv_sharding.shard_shape((1, sizes.num_kv_heads, 1, sizes.head_dim))
     token_bytes = 2 * sizes.num_layers * math.prod(token) * itemsize

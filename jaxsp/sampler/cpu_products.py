@@ -10,7 +10,7 @@ Legend: D places of a row, P columns of a panel, G panels of a matrix.
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -70,7 +70,7 @@ def _products(panel: int) -> Products:
             *hidden.shape[:-1], sizes.vocab_size
         )
 
-    return Products(project=_project, look_up=functools.partial(_look_up, panel), logits=logits)
+    return replace(PLAIN, project=_project, look_up=functools.partial(_look_up, panel), logits=logits)
 
 
 def multiply(

@@ -12,6 +12,7 @@ products of other shapes sum in another order; a token changes only where two ca
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsp.config import UserError
 from jaxsp.model.decoder import Params
+from jaxsp.model.moe import run_experts_on
 from jaxsp.model.sizes import DecoderSizes
 from jaxsp.sampler.batch import Batch, BatchSettings, Sample
 from jaxsp.sampler.cpu_products import choose_products
@@ -92,12 +94,7 @@ class Engine:
         self.forget_prefixes()
         self._params = None  # before there are new ones
         self._params = to_sampler_layout(
-            params,
-            self._weight_dtype,
-            self._param_shardings,
-            num_kv_heads=self._sizes.num_kv_heads,
-            panel=self._panel,
-            consumes=consumes,
+            self._sizes, params, self._weight_dtype, self._param_shardings, panel=self._panel, consumes=consumes
         )
         self._policy_version = policy_version
 
@@ -348,9 +345,11 @@ def make_engine(
         page_tokens=page_tokens, embed_dim=sizes.embed_dim, compute_dtype=compute_dtype, decode_text=decode_text,
         num_pages=-(-cache_tokens // page_tokens) + num_slots,  # each slot's last page is partly empty
     )  # fmt: skip
+    run_experts = run_experts_on(mesh, device.platform, splits_tokens=False)
     programs = make_programs(
-        sizes, compute_dtype, page_tokens, decode_chunk, kv_sharding, implementation, chosen.products
-    )
+        sizes, compute_dtype, page_tokens, decode_chunk, kv_sharding, implementation,
+        dataclasses.replace(chosen.products, run_experts=run_experts),
+    )  # fmt: skip
     weight_dtype = compute_dtype if weight_dtype is None else jnp.dtype(weight_dtype)
     return Engine(sizes, programs, settings, param_shardings, weight_dtype, chosen.panel, steps_in_thread, max_waiting)
 

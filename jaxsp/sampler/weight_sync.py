@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -13,34 +14,33 @@ from jaxtyping import Array, Float
 
 from jaxsp.config import UsageError
 from jaxsp.mesh import num_parts, shardable
-from jaxsp.model.decoder import Params, abstract_params, logical_axes
+from jaxsp.model.decoder import KEPT_IN_FLOAT32, Params, abstract_params, logical_axes, unstack_layers
 from jaxsp.model.sizes import DecoderSizes
 
 
 def to_sampler_layout(
+    sizes: DecoderSizes,
     params: Params,
     dtype: Any,
     shardings: Params | None = None,
     *,
-    num_kv_heads: int | None = None,
     panel: int | None = None,
     consumes: bool = False,
 ) -> Params:
     """A copy of `params` with `layers` unstacked into a list and weights in `dtype`, resharded on device.
 
-    Norm scales stay as they are: the decoder applies them in float32, and the learner's are not rounded either.
+    Norm scales and routers stay as they are: the decoder applies them in float32, and the learner's are not rounded.
+    `sizes` are those of the result, which has each kv head of `params` once or several times over (`sampler_sizes`).
     `shardings` has the shape of the result (`sampler_shardings` makes it); None leaves the placement to the compiler.
-    `num_kv_heads` is how many kv heads the result has: each that `params` has, several times over (`sampler_sizes`).
     `panel` lays weights out for `jaxsp/sampler/cpu_products.py`, in panels of so many columns (`in_panels`).
     The result shares no buffer with `params`, which the learner may donate to its next update. `consumes` deletes each
     array of `params` once it is converted: beside the result, only one parameter of all layers exists at a time.
     """
 
     def convert(path: tuple[Any, ...], leaf: jax.Array, sharding: NamedSharding | None = None) -> Any:
-        is_norm_scale = path[-1].key == "scale"
-        own_dtype = leaf.dtype if is_norm_scale else jnp.dtype(dtype)
+        own_dtype = leaf.dtype if path[-1].key in KEPT_IN_FLOAT32 else jnp.dtype(dtype)
         is_of_kv_heads = any(part.key in ("k", "v") for part in path[1:2])
-        copies = num_kv_heads // leaf.shape[-2] if num_kv_heads and is_of_kv_heads else 1
+        copies = sizes.num_kv_heads // leaf.shape[-2] if is_of_kv_heads else 1
         layout = None if panel is None else _layout(tuple(part.key for part in path), panel)
         converted = _conversion(path[0].key == "layers", own_dtype, sharding, copies, layout)(leaf)
         if consumes:
@@ -48,16 +48,15 @@ def to_sampler_layout(
             leaf.delete()
         return converted
 
-    if shardings is not None:  # all layers are placed alike
-        shardings = {**shardings, "layers": shardings["layers"][0]}
-    trees = (params,) if shardings is None else (params, shardings)
+    trees = (params,) if shardings is None else (params, like_stacked(shardings))
     converted = jax.tree_util.tree_map_with_path(convert, *trees)
-    num_layers = jax.tree.leaves(params["layers"])[0].shape[0]
-    layers = [
-        jax.tree.map(lambda each, i=i: each[i], converted["layers"], is_leaf=lambda node: isinstance(node, list))
-        for i in range(num_layers)
-    ]
-    return {**converted, "layers": layers}
+    return {**converted, "layers": unstack_layers(sizes, converted["layers"], lambda layers: layers)}
+
+
+def like_stacked(unstacked: Params) -> Params:
+    """The shardings of a list of layers as a tree like stacked parameters: layers that have a part place it alike."""
+    layer = functools.reduce(operator.or_, unstacked["layers"])
+    return {**unstacked, "layers": layer}
 
 
 def sampler_sizes(sizes: DecoderSizes, mesh: Mesh | AbstractMesh) -> DecoderSizes:
@@ -88,7 +87,8 @@ def sampler_shardings(sizes: DecoderSizes, mesh: Mesh | AbstractMesh) -> tuple[P
         return NamedSharding(mesh, jax.sharding.PartitionSpec(*sharding.spec[1:]))
 
     layer = jax.tree.map(without_layer_axis, stacked["layers"])
-    unstacked = {**stacked, "layers": [layer] * sizes.num_layers}
+    layers = unstack_layers(sizes, layer, lambda sharding: [sharding] * sizes.num_layers)
+    unstacked = {**stacked, "layers": layers}
     kv_sharding = shardable(mesh, (None, "kv_heads", None, None), (1, sizes.num_kv_heads, 1, sizes.head_dim))
     return unstacked, kv_sharding
 

@@ -20,7 +20,10 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 HERE = Path(__file__).parent / "model"
 SMALL = {
@@ -32,6 +35,12 @@ SMALL = {
     "num_key_value_heads": 2,
 }
 QWEN3 = SMALL | {"head_dim": 12, "eos_token_id": 1, "pad_token_id": 0}
+MOE = QWEN3 | {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "rope_parameters": {"rope_theta": 1e6},
+}
 LLAMA = SMALL | {"eos_token_id": [1, 2], "bos_token_id": 3, "rms_norm_eps": 1e-5}
 LLAMA3_SCALING = {
     "rope_type": "llama3",
@@ -52,6 +61,14 @@ CASES = {
     "qwen3_score": (
         Qwen3ForSequenceClassification,
         Qwen3Config(**QWEN3, rope_parameters={"rope_theta": 1e6}, num_labels=3),
+    ),
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**MOE, norm_topk_prob=True)),
+    "qwen3_moe_unnormed": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**MOE, norm_topk_prob=False)),
+    "qwen3_moe_mixed": (  # layers 1 and 5 of 6 have experts
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(
+            **MOE | {"num_hidden_layers": 6}, norm_topk_prob=True, decoder_sparse_step=2, mlp_only_layers=[3]
+        ),
     ),
 }
 PROMPTS = (
@@ -83,10 +100,27 @@ def make_random_model(name, model_class, config):
         tokens[1, 61:] = config.pad_token_id
     with torch.no_grad():
         logits = model(tokens, attention_mask=torch.ones_like(tokens)).logits
-    np.savez_compressed(
-        directory / "expected.npz", tokens=tokens.numpy().astype(np.int32), logits=logits.numpy(), last_index=last_index
-    )
+    expected = {"tokens": tokens.numpy().astype(np.int32), "logits": logits.numpy(), "last_index": last_index}
+    if name == "qwen3_moe":
+        expected |= router_outputs(model, tokens)
+    np.savez_compressed(directory / "expected.npz", **expected)
     print(name, logits.shape, float(logits.std()))
+
+
+def router_outputs(model, tokens):
+    """Router logits `[layers, tokens, experts]`, and the load-balancing loss with and without a mask of tokens."""
+    mask = torch.ones_like(tokens)
+    mask[0, 50:] = 0
+    with torch.no_grad():
+        masked = model(tokens, attention_mask=mask, output_router_logits=True)
+        router_logits = torch.stack(masked.router_logits)
+        unmasked = load_balancing_loss_func(masked.router_logits, router_logits.shape[-1], 2)
+    return {
+        "router_logits": router_logits.numpy(),
+        "router_mask": mask.reshape(-1).bool().numpy(),
+        "masked_aux_loss": masked.aux_loss.numpy(),
+        "aux_loss": unmasked.numpy(),
+    }
 
 
 def make_smollm2(path):

@@ -1,6 +1,7 @@
 """A tiny decoder, trajectories that share prefixes, and the plainest possible loss to compare with."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 
 from jaxsp.learner.batch import Item
 from jaxsp.model.decoder import Params
-from jaxsp.model.sizes import DecoderSizes, Rope
+from jaxsp.model.sizes import DecoderSizes, Moe, Rope
 from jaxsp.trajectory import Segment
 from tests.tiny import random_params, whole_logits
 
@@ -27,10 +28,13 @@ SIZES = DecoderSizes(
     has_tied_embeddings=True,
     has_qk_norm=True,
 )
+MOE_SIZES = replace(SIZES, model_type="qwen3_moe", moe=Moe(8, 2, 12, True, (0, 1)))
+MIXED_SIZES = replace(SIZES, model_type="qwen3_moe", num_layers=3, moe=Moe(8, 2, 12, False, (0, 2)))
+"""Layers with experts around one without."""
 
 
-def tiny_params() -> Params:
-    return random_params(SIZES)
+def tiny_params(sizes: DecoderSizes = SIZES) -> Params:
+    return random_params(sizes)
 
 
 def segment(

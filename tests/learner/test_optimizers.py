@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from learner_cases import SIZES, tiny_params
+from learner_cases import MOE_SIZES, SIZES, tiny_params
 
 from jaxsp.checkpoint import Checkpointer
 from jaxsp.learner.optimizers import OPTIMIZERS, decay_mask, make_optimizer, make_schedule
@@ -68,13 +68,28 @@ def test_muon_orthogonalises_each_layer_s_kernels_and_gives_them_adamw_s_size():
         kernel, gradient = (tree["layers"][name]["kernel"] for tree in (updates, gradients_like(params)))
         for own, other in zip(np.asarray(kernel), np.asarray(gradient), strict=True):
             shape = (int(np.prod(own.shape[:num_in])), -1)
-            u, s, vt = np.linalg.svd(other.reshape(shape), full_matrices=False)
-            scale = -0.1 * 0.2 * max(own.reshape(shape).shape) ** 0.5
-            found = u.T @ (own.reshape(shape) / scale) @ vt.T
-            # Five iterations bring singular values near 1, and leave singular vectors as they are.
-            assert (np.abs(np.diag(found) - 1) < 0.4)[s > 0.1 * s[0]].all(), name
-            np.testing.assert_allclose(found - np.diag(np.diag(found)), 0, atol=1e-4)
-            np.testing.assert_allclose(np.sqrt(np.mean(own**2)), 0.1 * 0.2, rtol=0.25)
+            assert_orthogonalised(own.reshape(shape), other.reshape(shape), name)
+
+
+def test_muon_orthogonalises_each_expert_s_kernels():
+    params = tiny_params(MOE_SIZES)
+    updates = first_update("muon", params, gradients_like(params))
+    for name in ("gate", "up", "down"):
+        kernels, gradients = (tree["layers"]["experts"][name] for tree in (updates, gradients_like(params)))
+        matrices = (np.asarray(array).reshape(-1, *array.shape[2:]) for array in (kernels, gradients))
+        for own, other in zip(*matrices, strict=True):
+            assert_orthogonalised(own, other, name)
+
+
+def assert_orthogonalised(update, gradient, name):
+    """It is Muon's first of rate 0.1."""
+    u, s, vt = np.linalg.svd(gradient, full_matrices=False)
+    scale = -0.1 * 0.2 * max(update.shape) ** 0.5
+    found = u.T @ (update / scale) @ vt.T
+    # Five iterations bring singular values near 1, and leave singular vectors as they are.
+    assert (np.abs(np.diag(found) - 1) < 0.4)[s > 0.1 * s[0]].all(), name
+    np.testing.assert_allclose(found - np.diag(np.diag(found)), 0, atol=1e-4)
+    np.testing.assert_allclose(np.sqrt(np.mean(update**2)), 0.1 * 0.2, rtol=0.25)
 
 
 def test_muon_leaves_what_is_no_kernel_of_a_layer_to_adamw():

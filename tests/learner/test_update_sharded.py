@@ -5,30 +5,36 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
+import sys
 import jax, numpy as np, jax.numpy as jnp
-from learner_cases import SIZES, random_items, tiny_params
+import learner_cases
+from learner_cases import random_items, tiny_params
 from jaxsp.learner.batch import make_batch
 from jaxsp.learner.optimizers import make_optimizer
 from jaxsp.learner.policy_loss import PolicyLoss
 from jaxsp.learner.state import init_state
 from jaxsp.learner.update import make_logprobs_fn, make_update
-from jaxsp.mesh import make_mesh, partition_spec, shardings
+from jaxsp.mesh import make_mesh, num_parts, partition_spec, shardings
 from jaxsp.model.decoder import logical_axes
 
 assert jax.device_count() == 8
-mesh = make_mesh(2, 2, 1, 1, 2)
+SIZES = getattr(learner_cases, sys.argv[1])
+mesh = make_mesh(*map(int, sys.argv[2:]))
 param_shardings = shardings(mesh, logical_axes(SIZES))
 rows = jax.sharding.NamedSharding(mesh, partition_spec((None, "batch")))
 adamw, muon = make_optimizer(1e-3), make_optimizer(1e-3, "muon")
-batch, stats = make_batch(random_items(num_groups=6), row_tokens=64, rows_per_microbatch=1, row_multiple=4)
+row_multiple = num_parts(mesh, "batch")
+batch, stats = make_batch(random_items(num_groups=6), row_tokens=64, rows_per_microbatch=1, row_multiple=row_multiple)
 assert stats.num_rows > 2
 
 def run(loss, optimizer, **placement):
     common = dict(compute_dtype=jnp.float32, logits_chunk=32, **placement)
-    old = make_logprobs_fn(SIZES, **common)(tiny_params(), batch)
+    old = make_logprobs_fn(SIZES, **common)(tiny_params(SIZES), batch)
     update = make_update(SIZES, optimizer, loss, **common)
-    state = init_state(tiny_params(), optimizer, placement.get("param_shardings"))
+    state = init_state(tiny_params(SIZES), optimizer, placement.get("param_shardings"))
     reference = np.asarray(old) - 0.1
     for _ in range(2):
         state, metrics = update(state, batch, old, reference, stats.num_trajectories, 16.0)
@@ -47,13 +53,25 @@ for loss, optimizer in ((sequences, muon), (tokens, adamw)):
 mu = sharded_state["opt_state"][1][0].mu
 for tree in (sharded_state["params"], mu):
     jax.tree.map(lambda x, sharding: x.sharding.is_equivalent_to(sharding, x.ndim) or 1 / 0, tree, param_shardings)
-kernel = mu["layers"]["gate"]["kernel"]
-assert kernel.addressable_shards[0].data.size == kernel.size // 4
+layers = mu["layers"]
+kernel = layers["experts"]["gate"] if SIZES.moe else layers["gate"]["kernel"]
+parts = mesh.shape["fsdp"] * mesh.shape["tensor"] * mesh.shape["expert"]
+assert kernel.addressable_shards[0].data.size == kernel.size // parts
 print("equal")
 """
 
 
-def test_sharded_over_eight_devices_equals_unsharded():
+@pytest.mark.parametrize(
+    ("sizes", "mesh"),
+    [
+        ("SIZES", (2, 2, 1, 1, 2)),
+        ("MOE_SIZES", (1, 8, 1, 1, 1)),
+        ("MOE_SIZES", (1, 2, 1, 2, 2)),
+        ("MIXED_SIZES", (2, 1, 1, 4, 1)),
+    ],
+)
+def test_sharded_over_eight_devices_equals_unsharded(sizes, mesh):
+    """The mesh has the axes data, fsdp, context, expert and tensor."""
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -62,6 +80,12 @@ def test_sharded_over_eight_devices_equals_unsharded():
             [str(Path(__file__).parent), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
         ),
     }
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, sizes, *map(str, mesh)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip() == "equal"

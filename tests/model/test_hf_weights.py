@@ -16,7 +16,9 @@ from jaxsp.model.decoder import abstract_params
 from jaxsp.model.hf_weights import export_hf, load_hf_params
 from jaxsp.model.source import load_params, open_model
 
-NAMES = ("qwen3_tied", "qwen3_untied", "llama3_scaled", "llama_bias", "qwen3_score")
+NAMES = (
+    "qwen3_tied", "qwen3_untied", "llama3_scaled", "llama_bias", "qwen3_score", "qwen3_moe", "qwen3_moe_mixed",
+)  # fmt: skip
 
 
 def load(directory, **options):

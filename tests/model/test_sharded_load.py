@@ -22,6 +22,9 @@ specs = {  # over layers, heads, the two halves of a head, the inside and the ou
     ("layers", "gate", "kernel"): P(None, "a", ("b", "c")),
     ("layers", "down", "kernel"): P(None, ("b", "c"), "a"),
     ("layers", "mlp_norm", "scale"): P("a", "b"),
+    ("layers", "experts", "gate"): P(None, "a", "b", "c"),
+    ("layers", "experts", "down"): P("a", "b", "c"),
+    ("layers", "router"): P(None, "c", "a"),
     ("embed",): P(("a", "b"), "c"),
     ("lm_head", "kernel"): P("a", ("b", "c")),
 }
@@ -41,9 +44,10 @@ print("equal")
 
 
 def test_loading_onto_eight_devices_gives_the_same_parameters(tmp_path):
+    directories = [GOLDEN / name for name in ("qwen3_untied", "llama_bias", "qwen3_moe_mixed")]
     path = golden_as_gguf("llama_bias", tmp_path / "m.gguf")
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(GOLDEN / "qwen3_untied"), str(GOLDEN / "llama_bias"), str(path)],
+        [sys.executable, "-c", SCRIPT, *map(str, directories), str(path)],
         env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,

@@ -1,7 +1,7 @@
 import pytest
 
 from jaxsp.config import UserError
-from jaxsp.model.sizes import Llama3Scaling, Rope, sizes_from_hf_config
+from jaxsp.model.sizes import Llama3Scaling, Moe, Rope, sizes_from_hf_config
 
 QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -31,6 +31,25 @@ QWEN3_8B = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+QWEN3_30B_A3B = {
+    **{name: value for name, value in QWEN3_8B.items() if name != "architectures"},
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 2048,
@@ -57,6 +76,26 @@ def test_qwen3_8bs_config_gives_its_sizes():
     assert (sizes.embed_dim, sizes.mlp_dim, sizes.num_layers) == (4096, 12288, 36)
     assert (sizes.num_heads, sizes.num_kv_heads, sizes.head_dim) == (32, 8, 128)
     assert sizes.rope == Rope(1e6) and sizes.has_qk_norm and not sizes.has_tied_embeddings and sizes.num_labels == 0
+
+
+def test_qwen3_30b_a3bs_config_gives_its_sizes_under_the_name_of_the_hub_and_of_transformers_5():
+    sizes = sizes_from_hf_config(QWEN3_30B_A3B)
+    assert sizes.moe == Moe(128, 8, 768, True, tuple(range(48))) and sizes.has_equal_layers and sizes.has_qk_norm
+    renamed = {name: value for name, value in QWEN3_30B_A3B.items() if name != "num_experts"}
+    assert sizes_from_hf_config(renamed | {"num_local_experts": 128}) == sizes
+
+
+@pytest.mark.parametrize(
+    ("step", "dense", "sparse"),
+    [(1, [0, 3], (1, 2, 4, 5)), (2, [], (1, 3, 5)), (2, [3], (1, 5)), (3, None, (2, 5)), (7, [], None)],
+)
+def test_layers_have_experts_every_so_many_layers_but_for_those_named(step, dense, sparse):
+    changes = {"num_hidden_layers": 6, "decoder_sparse_step": step, "mlp_only_layers": dense}
+    sizes = sizes_from_hf_config(QWEN3_30B_A3B | changes)
+    assert (sizes.moe.sparse_layers if sizes.moe else None) == sparse
+    assert sizes.layers_with("experts") == (sparse or ())
+    assert sorted([*sizes.layers_with("experts"), *sizes.layers_with("up")]) == list(range(6))
+    assert list(sizes.layers_with("q")) == list(range(6)) and sizes.has_equal_layers == (sparse is None)
 
 
 def test_llama_sizes_that_follow_from_others_may_be_left_out():
@@ -93,6 +132,15 @@ def test_number_of_labels_comes_from_id2label_and_is_two_without_it():
         (LLAMA, {"sliding_window": 4096}, "sliding_window = 4096"),
         (QWEN3_8B, {"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window = True"),
         (QWEN3_8B, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        (QWEN3_8B, {"num_experts": 8}, "num_experts = 8 is an attribute that this decoder does not know"),
+        (QWEN3_30B_A3B, {"num_experts": None}, "num_experts = None"),
+        (QWEN3_30B_A3B, {"num_local_experts": 64}, "num_experts = 128 differs from num_local_experts = 64"),
+        (QWEN3_30B_A3B, {"num_experts_per_tok": 129}, "num_experts_per_tok = 129 is more than the 128 experts"),
+        (QWEN3_30B_A3B, {"moe_intermediate_size": None}, "moe_intermediate_size = None"),
+        (QWEN3_30B_A3B, {"norm_topk_prob": None}, "norm_topk_prob = None"),
+        (QWEN3_30B_A3B, {"decoder_sparse_step": 0}, "decoder_sparse_step = 0"),
+        (QWEN3_30B_A3B, {"mlp_only_layers": 3}, "mlp_only_layers = 3"),
+        (QWEN3_30B_A3B, {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size = 8"),
         (QWEN3_8B, {"hidden_size": None}, "hidden_size = None"),
         (QWEN3_8B, {"hidden_size": "4096"}, "hidden_size = '4096'"),
         (QWEN3_8B, {"num_hidden_layers": 0}, "num_hidden_layers = 0"),

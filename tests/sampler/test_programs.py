@@ -28,7 +28,7 @@ def compiled(program, *arguments) -> str:
 def test_nothing_copies_the_cache(attention, num_rows):
     assert attention == "xla" or complaint(SIZES.head_dim, jnp.dtype(jnp.float32)) is None
     own = PROGRAMS[attention]
-    params = jax.eval_shape(lambda: to_sampler_layout(tiny_params(), jnp.float32))
+    params = jax.eval_shape(lambda: to_sampler_layout(SIZES, tiny_params(), jnp.float32))
     cache = jax.eval_shape(lambda: own.new_cache(PAGES))
     slots = make_slots(num_rows, [(GenerateRequest(prompt(0, 5), 0, 9), [1])])
     table, rows = np.zeros((num_rows, 16), np.int32), np.zeros(num_rows, np.int32)

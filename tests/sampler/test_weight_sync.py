@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import subprocess
@@ -8,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_sampler import SIZES, tiny_params
+from tiny_sampler import MOE_SIZES, SIZES, tiny_params
 
 from jaxsp.sampler.weight_sync import to_sampler_layout
 
 HERE = Path(__file__).parent
 
 SHARDED = """
+import dataclasses
 import json
 import jax
 from jaxsp.config import UsageError
@@ -61,7 +63,7 @@ print(json.dumps([[completion.tokens for completion in found] for found in sampl
 
 def test_layers_become_a_list_with_the_same_numbers():
     params = tiny_params()
-    synced = to_sampler_layout(params, jnp.float32)
+    synced = to_sampler_layout(SIZES, params, jnp.float32)
     assert len(synced["layers"]) == SIZES.num_layers
     for index, layer in enumerate(synced["layers"]):
         expected = jax.tree.map(lambda all_layers, i=index: all_layers[i], params["layers"])
@@ -69,16 +71,29 @@ def test_layers_become_a_list_with_the_same_numbers():
     np.testing.assert_array_equal(synced["embed"], params["embed"])
 
 
-def test_weights_are_cast_and_norm_scales_are_not():
-    synced = to_sampler_layout(tiny_params(), jnp.bfloat16)
+def test_each_layer_gets_the_parts_that_it_has():
+    params = tiny_params(sizes=MOE_SIZES)
+    first, second, third = to_sampler_layout(MOE_SIZES, params, jnp.float32)["layers"]
+    assert first.keys() == third.keys() == second.keys() - {"gate", "up", "down"} | {"router", "experts"}
+    for layer, slot in ((first, 0), (third, 1)):
+        expected = jax.tree.map(lambda stack, i=slot: stack[i], params["layers"]["experts"])
+        jax.tree.map(np.testing.assert_array_equal, layer["experts"], expected)
+    np.testing.assert_array_equal(second["up"]["kernel"], params["layers"]["up"]["kernel"][0])
+    np.testing.assert_array_equal(third["q"]["kernel"], params["layers"]["q"]["kernel"][2])
+
+
+def test_weights_are_cast_and_norm_scales_and_routers_are_not():
+    synced = to_sampler_layout(MOE_SIZES, tiny_params(sizes=MOE_SIZES), jnp.bfloat16)
     dtypes = {jax.tree_util.keystr(path): leaf.dtype for path, leaf in jax.tree_util.tree_flatten_with_path(synced)[0]}
-    assert {name for name, dtype in dtypes.items() if dtype == jnp.float32} == {n for n in dtypes if "scale" in n}
+    kept = {name for name in dtypes if "scale" in name or "router" in name}
+    assert {name for name, dtype in dtypes.items() if dtype == jnp.float32} == kept
     assert dtypes["['embed']"] == dtypes["['layers'][1]['down']['kernel']"] == jnp.bfloat16
 
 
 def test_each_kv_head_comes_as_often_as_devices_need_it():
     params = tiny_params()
-    plain, copied = to_sampler_layout(params, jnp.float32), to_sampler_layout(params, jnp.float32, num_kv_heads=6)
+    plain = to_sampler_layout(SIZES, params, jnp.float32)
+    copied = to_sampler_layout(dataclasses.replace(SIZES, num_kv_heads=6), params, jnp.float32)
     for name in ("k", "v"):
         kernel = copied["layers"][1][name]["kernel"]
         np.testing.assert_array_equal(kernel, np.repeat(plain["layers"][1][name]["kernel"], 3, axis=1))
@@ -88,7 +103,7 @@ def test_each_kv_head_comes_as_often_as_devices_need_it():
 
 def test_the_copy_outlives_the_donation_of_the_original():
     params = tiny_params()
-    synced = to_sampler_layout(params, jnp.float32)
+    synced = to_sampler_layout(SIZES, params, jnp.float32)
     before = np.array(synced["embed"])
     jax.jit(lambda tree: jax.tree.map(lambda x: x * 0, tree), donate_argnums=0)(params)
     assert params["embed"].is_deleted()
@@ -97,8 +112,8 @@ def test_the_copy_outlives_the_donation_of_the_original():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_parameters_that_are_given_away_are_deleted_and_give_the_same_copy(dtype):
-    expected, params = to_sampler_layout(tiny_params(), dtype), tiny_params()
-    synced = to_sampler_layout(params, dtype, consumes=True)
+    expected, params = to_sampler_layout(SIZES, tiny_params(), dtype), tiny_params()
+    synced = to_sampler_layout(SIZES, params, dtype, consumes=True)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
     jax.tree.map(np.testing.assert_array_equal, synced, expected)
 

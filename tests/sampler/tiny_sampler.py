@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsp.model.decoder import Params
-from jaxsp.model.sizes import DecoderSizes, Rope
+from jaxsp.model.sizes import DecoderSizes, Moe, Rope
 from jaxsp.sampler.engine import Engine, make_engine
 from jaxsp.sampler.paged_attention import IMPLEMENTATIONS, Implementation
 from jaxsp.sampler.sampling import process_logits, sample_tokens
@@ -24,6 +24,10 @@ SIZES = DecoderSizes(
 )  # fmt: skip
 
 
+MOE_SIZES = dataclasses.replace(SIZES, model_type="qwen3_moe", num_layers=3, moe=Moe(8, 2, 24, True, (0, 2)))
+"""Layers with experts around one without."""
+
+
 def tiny_params(seed: int = 0, sizes: DecoderSizes = SIZES) -> Params:
     return random_params(sizes, seed)
 
@@ -34,14 +38,15 @@ def text_of(tokens: Sequence[int]) -> str:
 
 
 def tiny_engine(
-    params: Params | None = None, *, num_slots: int = 4, decode_chunk: int = 4, prefill_tokens: int = 128, **settings
-) -> Engine:
+    params: Params | None = None, *, sizes: DecoderSizes = SIZES, num_slots: int = 4, decode_chunk: int = 4,
+    prefill_tokens: int = 128, **settings
+) -> Engine:  # fmt: skip
     engine = make_engine(
-        SIZES, num_slots=num_slots, max_context=settings.pop("max_context", 128), decode_chunk=decode_chunk,
+        sizes, num_slots=num_slots, max_context=settings.pop("max_context", 128), decode_chunk=decode_chunk,
         prefill_tokens=prefill_tokens, compute_dtype=settings.pop("compute_dtype", jnp.float32),
         decode_text=settings.pop("decode_text", text_of), **settings,
     )  # fmt: skip
-    engine.load(tiny_params() if params is None else params, policy_version=3)
+    engine.load(tiny_params(sizes=sizes) if params is None else params, policy_version=3)
     return engine
 
 
@@ -83,7 +88,7 @@ def assert_same_samples(found: Sequence[Completion], expected: Sequence[Completi
         np.testing.assert_allclose(one.kept_mass, other.kept_mass, atol=1e-5)
 
 
-def reference_sample(params: Params, request: GenerateRequest) -> Completion:
+def reference_sample(params: Params, request: GenerateRequest, sizes: DecoderSizes = SIZES) -> Completion:
     """What `request` samples, by one whole forward pass per token."""
     options = (request.temperature, request.top_k, request.top_p, request.min_p)
     seed = np.array([[request.seed >> 32, request.seed & 0xFFFFFFFF]], np.uint32)
@@ -96,7 +101,7 @@ def reference_sample(params: Params, request: GenerateRequest) -> Completion:
         whole = (*request.tokens, *tokens)
         padded = np.zeros((1, 128), np.int32)
         padded[0, : len(whole)] = whole
-        raw = np.asarray(_last_logits(params, padded, len(whole)))
+        raw = np.asarray(_last_logits(sizes, params, padded, len(whole)))
         edited = edited_by_definition(raw, request, tokens)
         token, logprob, is_kept = jax.device_get(_draw(edited[None], seed, len(tokens), *options))
         if request.wants_raw:
@@ -133,9 +138,9 @@ def _softmax(scores: np.ndarray) -> np.ndarray:
     return weights / weights.sum()
 
 
-@jax.jit
-def _last_logits(params, tokens, length):
-    return whole_logits(SIZES, params, tokens)[0, length - 1]
+@functools.partial(jax.jit, static_argnums=0)
+def _last_logits(sizes, params, tokens, length):
+    return whole_logits(sizes, params, tokens)[0, length - 1]
 
 
 @jax.jit
