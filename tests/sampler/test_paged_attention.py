@@ -152,7 +152,7 @@ def test_prompts_written_by_pages_or_by_the_kernel_are_those_that_xla_writes_and
 
 
 # Shared prompts, rows that end early, pages that run out, and more requests than slots.
-SCARCE = {"num_slots": 2, "max_context": 48, "page_tokens": 8, "cache_tokens": 48}
+SCARCE: dict[str, Any] = {"num_slots": 2, "max_context": 48, "page_tokens": 8, "cache_tokens": 48}
 REQUESTS = [GenerateRequest(prompt(i // 2, 23 + 4 * (i // 2)), i, 3 + 9 * (i % 2), temperature=i % 2) for i in range(5)]
 
 

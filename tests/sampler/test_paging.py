@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from jaxsp.sampler.engine import Engine
 from jaxsp.trajectory import Completion, GenerateRequest
 
 PARAMS = tiny_params()
-SCARCE = {"num_slots": 4, "max_context": 64, "page_tokens": 4, "cache_tokens": 64, "decode_chunk": 3}
+SCARCE: dict[str, Any] = {"num_slots": 4, "max_context": 64, "page_tokens": 4, "cache_tokens": 64, "decode_chunk": 3}
 
 
 def is_at_rest(engine: Engine) -> bool:

@@ -39,7 +39,7 @@ def test_greedy_and_sampled_tokens_are_those_of_a_full_forward_pass(layers, prod
 SHARDED = """
 import jax
 from jaxsp.mesh import make_mesh
-from test_moe import REQUESTS
+from test_sampling_from_experts import REQUESTS
 from tiny_sampler import MOE_SIZES, assert_same_samples, generate_all, tiny_engine, tiny_params
 
 params = tiny_params(sizes=MOE_SIZES)
