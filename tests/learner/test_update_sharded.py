@@ -65,9 +65,9 @@ print("equal")
     ("sizes", "mesh"),
     [
         ("SIZES", (2, 2, 1, 1, 2)),
-        ("MOE_SIZES", (1, 8, 1, 1, 1)),
         ("MOE_SIZES", (1, 2, 1, 2, 2)),
-        ("MIXED_SIZES", (2, 1, 1, 4, 1)),
+        pytest.param("MOE_SIZES", (1, 8, 1, 1, 1), marks=pytest.mark.slow),
+        pytest.param("MIXED_SIZES", (2, 1, 1, 4, 1), marks=pytest.mark.slow),
     ],
 )
 def test_sharded_over_eight_devices_equals_unsharded(sizes, mesh):
